@@ -1,0 +1,43 @@
+# Two commands matter: `make reproduce` and `make test`. Each sets itself up.
+PYTHON ?= python3.11
+PROFILE ?= cpu
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: help setup fetch reproduce test lab notebooks clean
+
+help:
+	@echo "make reproduce [PROFILE=cpu|smoke]  run all notebooks, regenerate every figure and table"
+	@echo "make test                           pytest, nbval over the notebooks, smoke reproduction"
+	@echo "make lab                            JupyterLab on the notebooks"
+	@echo "make notebooks                      refresh the committed outputs from the kept results"
+
+# The environment is rebuilt when its definition changes.
+$(READY): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or set PYTHON=/path/to/it"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $(READY)
+
+setup: $(READY)
+
+fetch: $(READY)
+	$(BIN)/python -m dblast fetch
+
+reproduce: fetch
+	$(BIN)/python -m dblast reproduce --profile $(PROFILE)
+
+test: fetch
+	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --nbval --nbval-current-env notebooks
+	$(BIN)/python -m dblast reproduce --profile smoke --fresh
+
+lab: fetch
+	$(BIN)/jupyter lab notebooks
+
+notebooks: $(READY)
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/[0-9][0-9]_*.ipynb
+
+clean:
+	rm -rf runs build .pytest_cache

@@ -1,0 +1,5 @@
+"""``python -m dblast``."""
+
+from dblast.cli import main
+
+main()

@@ -1,0 +1,124 @@
+"""Anchors of stored trajectories, packed into drafter passes.
+
+After a response tokens have been emitted, the anchor is the last emitted token
+(the prompt's last one for a = 0), at position P + a - 1, and its block is
+x_{a} .. x_{a+b-1}: slot k is labelled with the k-th token after the anchor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dblast.drafter import DBlastDrafter, DraftOutput
+from dblast.replay import block_index
+from dblast.trajectories import Trajectory
+
+
+@dataclass
+class AnchorBatch:
+    """Packed blocks of several trajectories; B sequences, A anchors each, b slots, S context positions.
+
+    Attributes:
+        anchor_tokens, anchor_positions: (B, A).
+        features: (B, S, m * H) tapped states, zero-padded.
+        context_lengths: (B,) real context positions.
+        tokens: (B * A, b) realised tokens after each anchor.
+        log_p: (B * A, b) their log-probability under the target.
+        valid: (B * A, b) False past the end of the trajectory.
+    """
+
+    anchor_tokens: Tensor
+    anchor_positions: Tensor
+    features: Tensor
+    context_lengths: Tensor
+    tokens: Tensor
+    log_p: Tensor
+    valid: Tensor
+
+    def run(self, drafter: DBlastDrafter) -> DraftOutput:
+        """The drafter's pass over these blocks."""
+        return drafter(self.anchor_tokens, self.anchor_positions, self.features, self.context_lengths)
+
+    def to(self, device: torch.device | str) -> AnchorBatch:
+        return AnchorBatch(**{name: value.to(device) for name, value in vars(self).items()})
+
+
+def pack(trajectories: Sequence[Trajectory], anchors: Sequence[Tensor], block_length: int) -> AnchorBatch:
+    """Pack chosen anchors of several trajectories into one pass.
+
+    Args:
+        trajectories: B of them.
+        anchors: B index tensors of equal length A, numbers of emitted response tokens (0 <= a < n).
+        block_length: b.
+    """
+    # Context of the furthest anchor: nothing at or after it is ever attended to.
+    needed = [len(t.prompt_ids) + int(a.max()) - 1 for t, a in zip(trajectories, anchors, strict=True)]
+    width = max(1, *needed)
+    features = torch.zeros(len(trajectories), width, trajectories[0].features.shape[1], dtype=torch.bfloat16)
+    rows = {name: [] for name in ("anchor_tokens", "anchor_positions", "tokens", "log_p", "valid")}
+    for row, (trajectory, chosen) in enumerate(zip(trajectories, anchors, strict=True)):
+        features[row, : needed[row]] = trajectory.features[: needed[row]]
+        positions = len(trajectory.prompt_ids) + chosen - 1
+        index, valid = block_index(len(trajectory.response_ids), block_length)
+        rows["anchor_tokens"].append(trajectory.tokens[positions])
+        rows["anchor_positions"].append(positions)
+        rows["tokens"].append(trajectory.response_ids[index[chosen]])
+        rows["log_p"].append(trajectory.log_p[index[chosen]])
+        rows["valid"].append(valid[chosen])
+    return AnchorBatch(
+        anchor_tokens=torch.stack(rows["anchor_tokens"]),
+        anchor_positions=torch.stack(rows["anchor_positions"]),
+        features=features,
+        context_lengths=torch.tensor(needed),
+        tokens=torch.cat(rows["tokens"]),
+        log_p=torch.cat(rows["log_p"]),
+        valid=torch.cat(rows["valid"]),
+    )
+
+
+class AnchorSampler:
+    """Draws training batches: trajectories uniformly over passes, anchors uniformly inside each.
+
+    Every pass visits each trajectory once in a fresh order. All randomness comes
+    from the one generator, whose state a checkpoint can store together with
+    :meth:`state`.
+    """
+
+    def __init__(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        block_length: int,
+        sequences: int,
+        anchors: int,
+        generator: torch.Generator,
+    ):
+        self.trajectories = list(trajectories)
+        self.block_length, self.sequences, self.anchors = block_length, sequences, anchors
+        self.generator = generator
+        self._order: list[int] = []
+
+    def state(self) -> dict:
+        return {"order": list(self._order), "generator": self.generator.get_state()}
+
+    def load_state(self, state: dict) -> None:
+        self._order = list(state["order"])
+        self.generator.set_state(state["generator"])
+
+    def next(self) -> AnchorBatch:
+        while len(self._order) < self.sequences:
+            self._order += torch.randperm(len(self.trajectories), generator=self.generator).tolist()
+        chosen, self._order = self._order[: self.sequences], self._order[self.sequences :]
+        trajectories = [self.trajectories[i] for i in chosen]
+        anchors = []
+        for trajectory in trajectories:
+            n = len(trajectory.response_ids)
+            order = torch.randperm(n, generator=self.generator)
+            # Short responses repeat anchors rather than shrink the whole batch.
+            repeats = -(-self.anchors // n)
+            anchors.append(order.repeat(repeats)[: self.anchors])
+        return pack(trajectories, anchors, self.block_length)

@@ -1,0 +1,154 @@
+"""Command line: ``python -m dblast fetch | profiles | train | reproduce``."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dblast.errors import DBlastError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="DBLAST: dependent block drafting for stochastic speculative decoding.",
+)
+
+ProfileOption = Annotated[str, typer.Option(help="Profile name; `profiles` lists them.")]
+
+
+@app.command()
+def fetch(force: Annotated[bool, typer.Option(help="Download and convert again.")] = False) -> None:
+    """Download the bundled target SmolLM2-135M-Instruct and convert it to safetensors in the cache."""
+    from dblast.targets import fetch_smollm2
+
+    typer.echo(f"SmolLM2-135M-Instruct is in {fetch_smollm2(force)}")
+
+
+@app.command()
+def profiles() -> None:
+    """List the profiles, their targets and how long they take."""
+    from dblast.profiles import PROFILES
+
+    for profile in PROFILES.values():
+        labels = ", ".join(plan.label for plan in profile.plans)
+        time = f"about {profile.minutes:.0f} min on two cores" if profile.minutes else "not measured here"
+        typer.echo(f"{profile.name:10s} {labels:20s} {time}")
+
+
+@app.command()
+def train(
+    profile: ProfileOption = "cpu",
+    target: Annotated[str, typer.Option(help="Which of the profile's targets.")] = "tiny",
+    categories: Annotated[int, typer.Option("--categories", "-K", help="Number of categories K.")] = 4,
+    loss: Annotated[str, typer.Option(help="NLL, AL or CE.")] = "AL",
+    construction: Annotated[str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")] = "all_prefixes",
+    seed: Annotated[int, typer.Option(help="Seed of category heads and data order.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Your own target: a local folder or a Hugging Face id.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(help="Unused token of your target for the draft slots.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="Evaluation prompts: bundled, hub or a JSONL file.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Only these tasks, comma-separated.")] = None,
+    block_length: Annotated[int | None, typer.Option(help="Draft block length b.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Fine-tuning steps.")] = None,
+    pretrain_steps: Annotated[int | None, typer.Option(help="Pre-training steps.")] = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Fine-tuning learning rate.")] = None,
+    training_prompts: Annotated[int | None, typer.Option(help="Number of training prompts.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Copy the finished drafter to this new folder.")] = None,
+) -> None:
+    """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
+    from dblast.estimates import accepted_length, choose_category_temperature
+    from dblast.experiments import prepare_pretrained, prepare_trajectories, prepare_variant
+    from dblast.profiles import Variant, get_profile
+
+    if output is not None and output.exists():
+        raise DBlastError(f"{output} exists already; give --output a new folder")
+    plan = get_profile(profile).plan(target)
+    variant = Variant(categories, loss, construction)
+    data, shape, fine, pre = plan.data, plan.drafter, plan.finetune, plan.pretrain
+    if model is not None:
+        if plan.tiny is not None:
+            raise DBlastError("--model needs a plan for loaded targets; add --target smollm2")
+        plan = replace(plan, target=model, label=Path(model).name)
+    if prompts is not None:
+        data = replace(data, prompts=prompts)
+    if tasks is not None:
+        data = replace(data, tasks=tuple(name.strip() for name in tasks.split(",")))
+    if training_prompts is not None:
+        data = replace(data, training_prompts=training_prompts)
+    if block_length is not None:
+        shape = replace(shape, block_length=block_length)
+    if mask_token_id is not None:
+        shape = replace(shape, mask_token_id=mask_token_id)
+    if steps is not None:
+        fine = replace(fine, steps=steps)
+    if learning_rate is not None:
+        fine = replace(fine, learning_rate=learning_rate)
+    if pretrain_steps is not None:
+        pre = replace(pre, steps=pretrain_steps)
+    plan = replace(plan, data=data, drafter=shape, finetune=fine, pretrain=pre, variants=(variant,), seeds=(seed,))
+    plan.check()
+    for setting in data.settings:
+        prepare_trajectories(plan, setting)
+    prepare_pretrained(plan)
+    folder = prepare_variant(plan, variant, seed)
+    _show_scores(plan, folder, accepted_length, choose_category_temperature)
+    if output is not None:
+        shutil.copytree(folder, output, ignore=shutil.ignore_patterns("run", "stage.json"))
+        typer.echo(f"drafter copied to {output}")
+    else:
+        typer.echo(f"drafter in {folder}")
+
+
+def _show_scores(plan, folder: Path, accepted_length, choose_category_temperature) -> None:
+    """One line per setting: accepted length at the calibrated Z_T."""
+    from dblast.results import collect_scores
+
+    scores = collect_scores(plan)
+    chosen = choose_category_temperature(scores).set_index("setting").category_temperature
+    for setting in plan.data.settings:
+        rows = scores[(scores.setting == setting) & (scores.split == "held_out")]
+        temperature = chosen[setting]
+        if temperature == temperature:
+            rows = rows[rows.category_temperature == temperature]
+        estimate = accepted_length(rows)
+        note = f"  (Z_T = {temperature})" if temperature == temperature else ""
+        typer.secho(
+            f"{setting:8s} accepted length {estimate.value:.3f} ± {estimate.standard_error:.3f}, "
+            f"n = {estimate.n} prompts{note}",
+            fg=typer.colors.GREEN,
+        )
+
+
+@app.command()
+def reproduce(
+    profile: ProfileOption = "cpu",
+    only: Annotated[str | None, typer.Option(help="Only notebooks whose name starts with this, e.g. 03.")] = None,
+    fresh: Annotated[bool, typer.Option(help="Start from an empty cache folder; keep only the fetched target.")] = False,
+    parameter: Annotated[list[str] | None, typer.Option("--parameter", "-p", help="NAME=VALUE for every notebook.")] = None,
+) -> None:
+    """Run the notebooks in order with papermill and regenerate every figure and table."""
+    from dblast.reproduce import reproduce as run
+
+    run(profile, only=only, fresh=fresh, parameters=parameter or [])
+
+
+def main() -> None:
+    """Run the command line; bad input becomes one line on stderr and exit status 2."""
+    try:
+        app(standalone_mode=False)
+    except DBlastError as error:
+        typer.secho(f"dblast: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:
+        # Click's own usage errors know how to show themselves.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            sys.exit(error.exit_code)
+        raise

@@ -1,0 +1,392 @@
+"""From a plan to artefacts: target, trajectories, pre-trained drafter, fine-tuned and scored variants.
+
+Every function returns a finished :class:`~dblast.stages.Stage` or what it holds;
+calling it again finds the artefact instead of the work.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+
+import pandas as pd
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from dblast import synthetic
+from dblast.config import DBlastConfig, default_taps
+from dblast.drafter import DBlastDrafter
+from dblast.errors import DBlastError
+from dblast.initialise import (
+    add_categories,
+    frequent_tokens,
+    load_dflash,
+    new_drafter,
+    start_from_target,
+    tap_scales,
+)
+from dblast.profiles import Plan, Variant
+from dblast.progress import progress, quiet_loading, silence_worker
+from dblast.prompts import TASKS, Prompt, chat_messages, load_prompts, split_prompts, training_prompts
+from dblast.sampling import get_setting
+from dblast.scoring import score
+from dblast.stages import Stage
+from dblast.targets import Target, load_target, wrap_target
+from dblast.tiny import train_tiny_target
+from dblast.training import train
+from dblast.trajectories import EncodedPrompt, TrajectorySet, sample_trajectories
+
+#: Modules whose code determines each stage's result.
+_TARGET_CODE = ("tiny", "synthetic", "grammar")
+_SAMPLING_CODE = ("trajectories", "sampling", "prompts", "prompt_templates")
+_DRAFTER_CODE = ("drafter", "backbone", "config", "initialise", "losses", "anchors", "training")
+_SCORING_CODE = ("scoring", "replay", "verifier")
+
+#: Trajectories of the calibration split that training curves are measured on.
+CURVE_TRAJECTORIES = 12
+#: Seeds of the synthetic documents whose beginnings are evaluation and training prompts.
+_EVALUATION_DOCUMENTS, _TRAINING_DOCUMENTS = 2_000_003, 3_000_017
+
+
+# -- target -----------------------------------------------------------------------------------
+
+
+def target_stage(plan: Plan) -> Stage | None:
+    """The trained tiny target; None for targets that are loaded, not trained."""
+    if plan.target != "tiny":
+        return None
+    return Stage("tiny-target", {"tiny": asdict(plan.tiny)}, _TARGET_CODE)
+
+
+def prepare_target(plan: Plan, fresh: bool = False) -> Path | None:
+    """Train the tiny target if the plan needs one; returns its folder."""
+    stage = target_stage(plan)
+    if stage is None:
+        return None
+
+    def compute(folder: Path) -> None:
+        with progress(plan.tiny.steps, "tiny target", unit="step") as bar:
+
+            def show(row: dict) -> None:
+                bar.set_postfix(held_out_loss=f"{row['held_out_loss']:.3f}", refresh=False)
+                bar.update(row["step"] - bar.n)
+
+            model, history = train_tiny_target(
+                seed=plan.tiny.seed,
+                steps=plan.tiny.steps,
+                batch_size=plan.tiny.batch_size,
+                learning_rate=plan.tiny.learning_rate,
+                progress=show,
+                record_every=max(1, plan.tiny.steps // 20),
+            )
+        model.save_pretrained(folder)
+        synthetic.tokenizer().save_pretrained(folder)
+        (folder / "history.json").write_text(json.dumps(history))
+
+    return stage.run(compute, fresh)
+
+
+def open_target(plan: Plan) -> Target:
+    """The plan's target, loaded and frozen."""
+    if plan.target != "tiny":
+        precision = getattr(torch, plan.precision)
+        mask = plan.drafter.mask_token_id
+        return load_target(plan.target, dtype=precision, device=default_device(), mask_token_id=mask)
+    folder = prepare_target(plan)
+    with quiet_loading():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return wrap_target("tiny", model, AutoTokenizer.from_pretrained(folder), synthetic.MASK_TOKEN_ID)
+
+
+def default_device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# -- prompts and trajectories -------------------------------------------------------------------
+
+
+@cache
+def _synthetic_prompts(
+    documents_seed: int, per_task: int, kinds: tuple[str, ...], exclude: frozenset = frozenset()
+) -> list[EncodedPrompt]:
+    """Beginnings of synthetic documents, distinct from ``exclude`` (and, for evaluation, from each other)."""
+    found: dict[str, list[EncodedPrompt]] = {kind: [] for kind in kinds}
+    taken = set(exclude)
+    for attempt in range(200):
+        for document in synthetic.documents(1000, documents_seed + attempt, kinds):
+            ids = tuple(synthetic.encode(document.tokens[: document.prompt_length]))
+            rows = found[document.kind]
+            if len(rows) >= per_task or ids in taken:
+                continue
+            if not exclude:
+                taken.add(ids)
+            rows.append(EncodedPrompt(f"{document.kind}-{len(rows):04d}", document.kind, ids))
+        if all(len(rows) >= per_task for rows in found.values()):
+            return [row for rows in zip(*found.values(), strict=True) for row in rows]
+    raise DBlastError(f"the synthetic language did not give {per_task} prompts per kind")
+
+
+def _kinds(plan: Plan) -> tuple[str, ...]:
+    return plan.data.tasks or synthetic.KINDS
+
+
+def evaluation_prompts(plan: Plan, target: Target) -> list[EncodedPrompt]:
+    """Encoded evaluation prompts of the plan, calibration split included."""
+    if plan.data.prompts == "synthetic":
+        return _synthetic_prompts(_EVALUATION_DOCUMENTS, plan.data.evaluation_per_task, _kinds(plan))
+    return _encode(_evaluation_texts(plan), target)
+
+
+def _evaluation_texts(plan: Plan) -> list[Prompt]:
+    """The first ``evaluation_per_task`` prompts of every task, task by task."""
+    prompts, count = load_prompts(plan.data.prompts, plan.data.tasks), plan.data.evaluation_per_task
+    by_task = ([prompt for prompt in prompts if prompt.task == task] for task in TASKS)
+    return [prompt for rows in by_task for prompt in (rows[:count] if count else rows)]
+
+
+def _encode(prompts: list[Prompt], target: Target) -> list[EncodedPrompt]:
+    return [EncodedPrompt(p.id, p.task, tuple(target.encode_chat(chat_messages(p)))) for p in prompts]
+
+
+def training_prompt_ids(plan: Plan, target: Target) -> list[EncodedPrompt]:
+    """Encoded training prompts; none of them is an evaluation prompt."""
+    count = plan.data.training_prompts
+    if plan.data.prompts == "synthetic":
+        exclude = frozenset(p.ids for p in evaluation_prompts(plan, target))
+        kinds = _kinds(plan)
+        return _synthetic_prompts(_TRAINING_DOCUMENTS, -(-count // len(kinds)), kinds, exclude)[:count]
+    source = "hub" if plan.data.prompts == "hub" else "bundled"
+    return _encode(training_prompts(count, plan.data.seed, plan.data.tasks or TASKS, source), target)
+
+
+def calibration_ids(plan: Plan) -> set[str]:
+    """Prompt ids that only choose Z_T; all others are held out for reporting."""
+    if plan.data.prompts == "synthetic":
+        encoded = _synthetic_prompts(_EVALUATION_DOCUMENTS, plan.data.evaluation_per_task, _kinds(plan))
+        rows = [Prompt(prompt.prompt_id, prompt.task, ()) for prompt in encoded]
+    else:
+        rows = _evaluation_texts(plan)
+
+    calibration, _ = split_prompts(rows, plan.data.calibration_fraction)
+    return {prompt.id for prompt in calibration}
+
+
+def taps(plan: Plan, target: Target) -> list[int]:
+    """The tapped target layers."""
+    return list(plan.drafter.taps or default_taps(target.model.config.num_hidden_layers, plan.drafter.layers))
+
+
+def trajectory_stage(plan: Plan, split: str) -> Stage:
+    """Trajectories of ``split``: "training", or the name of an evaluation setting."""
+    training = split == "training"
+    upstream = target_stage(plan)
+    spec = {
+        "target": upstream.key if upstream else plan.target,
+        "data": asdict(plan.data) | {"settings": None, "calibration_fraction": None},
+        "taps": [plan.drafter.taps, plan.drafter.layers],
+        "split": split,
+        "sampling": asdict(get_setting(plan.data.training_setting if training else split)),
+        "precision": plan.precision,
+    }
+    return Stage("trajectories", spec, _SAMPLING_CODE)
+
+
+def prepare_trajectories(plan: Plan, split: str, target: Target | None = None, fresh: bool = False) -> TrajectorySet:
+    """Sample (or find) the trajectories of a split."""
+    stage = trajectory_stage(plan, split)
+
+    def compute(folder: Path) -> None:
+        nonlocal target
+        target = target or open_target(plan)
+        training = split == "training"
+        prompts = training_prompt_ids(plan, target) if training else evaluation_prompts(plan, target)
+        sample_trajectories(
+            target,
+            prompts,
+            get_setting(plan.data.training_setting if training else split),
+            folder,
+            max_new_tokens=plan.data.training_tokens if training else plan.data.evaluation_tokens,
+            taps=taps(plan, target),
+            # Training and evaluation at the same setting must not share random numbers.
+            seed=plan.data.seed + (1_000_003 if training else 0),
+            batch_size=plan.data.batch_size,
+            description=f"{plan.label} {split} trajectories",
+        )
+
+    return TrajectorySet(stage.run(compute, fresh))
+
+
+# -- drafters -----------------------------------------------------------------------------------
+
+
+def pretrain_stage(plan: Plan) -> Stage:
+    """The DFlash drafter all variants start from."""
+    spec = {
+        "trajectories": trajectory_stage(plan, "training").key,
+        "curve": trajectory_stage(plan, plan.data.training_setting).key,
+        "drafter": asdict(plan.drafter),
+        "pretrain": asdict(plan.pretrain),
+    }
+    return Stage("pretrained", spec, _DRAFTER_CODE)
+
+
+def open_drafter(folder: Path, target: Target) -> DBlastDrafter:
+    """A saved drafter, float32, attached to its target."""
+    with quiet_loading():
+        drafter = DBlastDrafter.from_pretrained(folder, dtype=torch.float32)
+    return drafter.to(target.device).attach(target.model).eval()
+
+
+def start_drafter(plan: Plan, target: Target, trajectories: TrajectorySet) -> DBlastDrafter:
+    """The untrained drafter of a plan, attached to its target."""
+    shape = plan.drafter
+    if shape.start not in ("random", "target"):
+        return load_dflash(shape.start).to(target.device).attach(target.model)
+    config = DBlastConfig.for_target(
+        target.model.config,
+        num_layers=shape.layers,
+        block_length=shape.block_length,
+        mask_token_id=target.mask_token_id,
+        target_layer_ids=taps(plan, target),
+        draft_vocab_size=shape.draft_vocabulary,
+    )
+    drafter = new_drafter(config, target, shape.seed)
+    if shape.draft_vocabulary:
+        drafter.set_draft_vocabulary(frequent_tokens(trajectories, shape.draft_vocabulary, config.vocab_size))
+    if shape.start == "target":
+        start_from_target(drafter, target, tap_scales(trajectories, len(config.target_layer_ids)), shape.start_layers)
+    return drafter.attach(target.model)
+
+
+def _curve(plan: Plan):
+    """What training curves show: mean expected accepted length per anchor, calibration prompts, Z_T = 1."""
+    chosen = calibration_ids(plan)
+    rows = prepare_trajectories(plan, plan.data.training_setting)
+    rows = [t for t in rows if t.prompt_id in chosen][:CURVE_TRAJECTORIES]
+    precision = getattr(torch, plan.finetune.precision)
+
+    def evaluate(drafter: DBlastDrafter) -> dict:
+        table = score(drafter, rows, (1.0,), precision=precision, description=None)
+        return {"accepted_per_anchor": table.anchor_accepted.sum() / max(1, table.anchors.sum())}
+
+    return evaluate
+
+
+def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
+    """Pre-train the DFlash drafter (K = 1 expander form is added later, per variant)."""
+
+    def compute(folder: Path) -> None:
+        target = open_target(plan)
+        stored = prepare_trajectories(plan, "training", target)
+        drafter = start_drafter(plan, target, stored)
+        history: list[dict] = []
+        if plan.drafter.start in ("random", "target"):
+            history = train(
+                drafter,
+                list(stored),
+                plan.pretrain,
+                folder / "run",
+                evaluate=_curve(plan),
+                description=f"{plan.label} pre-training",
+            )
+        _finish(drafter, history, folder)
+
+    prepare_trajectories(plan, plan.data.training_setting)
+    return pretrain_stage(plan).run(compute, fresh)
+
+
+def _finish(drafter: DBlastDrafter, history: list[dict], folder: Path) -> None:
+    drafter.save_pretrained(folder)
+    (folder / "history.json").write_text(json.dumps(history))
+    (folder / "run" / "state.pt").unlink(missing_ok=True)
+
+
+def variant_stage(plan: Plan, variant: Variant, seed: int) -> Stage:
+    """One fine-tuned variant with its scores at every evaluation setting."""
+    spec = {
+        "pretrained": pretrain_stage(plan).key,
+        "evaluation": [trajectory_stage(plan, setting).key for setting in plan.data.settings],
+        "variant": asdict(variant),
+        "training": asdict(plan.finetune_config(variant, seed)),
+        "category_temperatures": plan.category_temperatures,
+    }
+    return Stage("variants", spec, _DRAFTER_CODE + _SCORING_CODE)
+
+
+def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None = None, fresh: bool = False) -> Path:
+    """Fine-tune one variant from the pre-trained drafter and score it by replay.
+
+    Args:
+        threads: torch threads for this process (worker processes use one each).
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    name = f"{plan.label} K={variant.K} {variant.loss} seed {seed}"
+
+    def compute(folder: Path) -> None:
+        target = open_target(plan)
+        pretrained = open_drafter(prepare_pretrained(plan), target)
+        drafter = add_categories(pretrained, variant.K, seed)
+        history = train(
+            drafter,
+            list(prepare_trajectories(plan, "training")),
+            plan.finetune_config(variant, seed),
+            folder / "run",
+            evaluate=_curve(plan),
+            description=name,
+        )
+        chosen = calibration_ids(plan)
+        tables = []
+        for setting in plan.data.settings:
+            table = score(
+                drafter,
+                prepare_trajectories(plan, setting),
+                plan.category_temperatures,
+                precision=getattr(torch, plan.finetune.precision),
+                description=f"{name} scoring {setting}",
+            )
+            table.insert(0, "setting", setting)
+            tables.append(table)
+        scores = pd.concat(tables, ignore_index=True)
+        scores["split"] = scores.prompt_id.isin(chosen).map({True: "calibration", False: "held_out"})
+        scores.to_parquet(folder / "scores.parquet")
+        _finish(drafter, history, folder)
+
+    return variant_stage(plan, variant, seed).run(compute, fresh)
+
+
+def prepare_variants(plan: Plan) -> None:
+    """Fine-tune and score every variant and seed of a plan, side by side where the plan says so.
+
+    A result does not depend on how many run side by side: each uses one thread.
+    """
+    for setting in plan.data.settings:
+        prepare_trajectories(plan, setting)
+    prepare_pretrained(plan)
+    jobs = [(variant, seed) for seed in plan.seeds for variant in plan.variants]
+    # Longest first, so that the last ones to finish are short.
+    missing = sorted((job for job in jobs if not variant_stage(plan, *job).done), key=lambda job: -job[0].K)
+    if not missing:
+        return
+    with progress(len(missing), f"{plan.label} variants", unit="variant") as bar:
+        if not plan.parallel or default_device().type == "cuda":
+            for variant, seed in missing:
+                prepare_variant(plan, variant, seed)
+                bar.update()
+            return
+        context = multiprocessing.get_context("spawn")
+        workers = min(len(missing), os.cpu_count() or 1)
+        with ProcessPoolExecutor(workers, mp_context=context, initializer=silence_worker) as pool:
+            futures = [pool.submit(prepare_variant, plan, variant, seed, 1) for variant, seed in missing]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise

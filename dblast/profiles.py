@@ -1,0 +1,287 @@
+"""Profiles: every number that determines a reproduction run, in one place.
+
+A profile is a tuple of plans, one per target. Durations in comments were
+measured on two cores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from dblast.errors import DBlastError
+from dblast.prompts import load_prompts
+from dblast.sampling import get_setting
+from dblast.synthetic import KINDS
+from dblast.training import TrainingConfig
+
+CATEGORY_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One fine-tuned drafter: how many categories, which loss.
+
+    ``construction`` is that of the AL loss (Table 4) and without meaning for NLL.
+    """
+
+    K: int
+    loss: str
+    construction: str = "all_prefixes"
+
+    @property
+    def method(self) -> str:
+        """The paper's name: DFlash, DFlash+AL, DFlash+DS (dependent, NLL) or DBlast (dependent, AL)."""
+        if self.K == 1:
+            return "DFlash" if self.loss == "NLL" else "DFlash+AL"
+        return "DFlash+DS" if self.loss == "NLL" else "DBlast"
+
+
+#: The four variants of Table 2.
+MAIN = (Variant(1, "NLL"), Variant(1, "AL"), Variant(4, "NLL"), Variant(4, "AL"))
+#: What Table 3 adds to them.
+CATEGORY_ABLATION = (Variant(2, "NLL"), Variant(2, "AL"), Variant(8, "NLL"), Variant(8, "AL"))
+#: What Table 4 adds to them.
+CONSTRUCTION_ABLATION = tuple(
+    Variant(k, "AL", construction) for k in (1, 4) for construction in ("whole_block", "one_prefix")
+)
+
+
+@dataclass(frozen=True)
+class TinyTargetConfig:
+    """How the tiny target is trained on the synthetic language."""
+
+    steps: int = 450
+    batch_size: int = 32
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Trajectories of one target.
+
+    Attributes:
+        prompts: "synthetic" (tiny), "bundled", "hub", or a JSONL path for evaluation.
+        tasks: only these tasks (None = all).
+        training_prompts: number of training prompts, one response each.
+        training_setting: sampling setting of the training trajectories.
+        evaluation_per_task: evaluation prompts per task (0 = all).
+        training_tokens, evaluation_tokens: response budget.
+        settings: evaluation settings.
+        calibration_fraction: share of evaluation prompts used only to choose Z_T.
+    """
+
+    prompts: str = "bundled"
+    tasks: tuple[str, ...] | None = None
+    training_prompts: int = 1024
+    training_setting: str = "high"
+    evaluation_per_task: int = 48
+    training_tokens: int = 88
+    evaluation_tokens: int = 88
+    settings: tuple[str, ...] = ("high", "medium", "low")
+    calibration_fraction: float = 0.1
+    batch_size: int = 64
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """Shape and start of the DFlash drafter.
+
+    Attributes:
+        layers, taps: draft layers, tapped target layers (None: the default spread).
+        block_length: b.
+        draft_vocabulary: number of tokens the drafter may propose (0 = all).
+        start: "random", "target" (copy target layers) or the path or id of a public DFlash checkpoint.
+        start_layers: target layers to copy (None: the last ones).
+        mask_token_id: token of the draft slots (None: the one known for the target).
+    """
+
+    layers: int = 2
+    taps: tuple[int, ...] | None = None
+    block_length: int = 7
+    draft_vocabulary: int = 0
+    start: str = "target"
+    start_layers: tuple[int, ...] | None = None
+    mask_token_id: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything about one target in one profile.
+
+    Attributes:
+        target: "tiny", "smollm2", a folder or a Hugging Face id.
+        label: the target's name in tables.
+        variants: fine-tuned from the pre-trained drafter, each with every seed.
+        seeds: training seeds (category heads and data order).
+        parallel: variants trained side by side on a CPU, one thread each.
+    """
+
+    target: str
+    label: str
+    data: DataConfig
+    drafter: DrafterConfig
+    pretrain: TrainingConfig
+    finetune: TrainingConfig
+    variants: tuple[Variant, ...] = MAIN
+    seeds: tuple[int, ...] = (0,)
+    category_temperatures: tuple[float, ...] = CATEGORY_TEMPERATURES
+    precision: str = "float32"
+    parallel: bool = True
+    tiny: TinyTargetConfig | None = None
+
+    def check(self) -> None:
+        """Refuse a plan that cannot work, before anything expensive starts.
+
+        Raises:
+            DBlastError: block length or K below 1, a count below 1, an unknown
+                task or setting, or prompts that cannot be read.
+        """
+        data = self.data
+        if self.drafter.block_length < 1:
+            raise DBlastError(f"block length b must be at least 1, got {self.drafter.block_length}")
+        for variant in self.variants:
+            if variant.K < 1:
+                raise DBlastError(f"number of categories K must be at least 1, got {variant.K}")
+            self.finetune_config(variant, 0)
+        for name in ("training_prompts", "training_tokens", "evaluation_tokens", "batch_size"):
+            if getattr(data, name) < 1:
+                raise DBlastError(f"{name} must be at least 1, got {getattr(data, name)}")
+        for name in (*data.settings, data.training_setting):
+            get_setting(name)
+        if data.training_setting not in data.settings:
+            raise DBlastError(f"the training setting {data.training_setting!r} must be one of the evaluation settings")
+        for value in self.category_temperatures:
+            if value < 0:
+                raise DBlastError(f"category temperature must not be negative, got {value}")
+        if data.prompts == "synthetic":
+            unknown = set(data.tasks or ()) - set(KINDS)
+            if unknown:
+                raise DBlastError(f"unknown task {sorted(unknown)[0]!r}; the tasks are {', '.join(KINDS)}")
+        elif data.prompts != "hub":
+            load_prompts(data.prompts, data.tasks)
+
+    def finetune_config(self, variant: Variant, seed: int) -> TrainingConfig:
+        """The fine-tuning configuration of one variant and seed."""
+        return replace(self.finetune, loss=variant.loss, construction=variant.construction, seed=seed)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A named set of plans; ``minutes`` is the measured duration on two cores (None: not measured)."""
+
+    name: str
+    plans: tuple[Plan, ...]
+    minutes: float | None = None
+    notes: str = field(default="", compare=False)
+
+    def plan(self, label: str) -> Plan:
+        """The plan of one target; DBlastError lists the targets there are."""
+        for plan in self.plans:
+            if plan.label == label:
+                return plan
+        known = ", ".join(plan.label for plan in self.plans)
+        raise DBlastError(f"profile {self.name!r} has no target {label!r}; its targets: {known}")
+
+
+TINY = Plan(
+    target="tiny",
+    label="tiny",
+    tiny=TinyTargetConfig(),
+    data=DataConfig(prompts="synthetic", training_prompts=1536, batch_size=256),
+    drafter=DrafterConfig(layers=2, taps=(0, 1, 2), start="random"),
+    pretrain=TrainingConfig(loss="CE", steps=1500, learning_rate=2e-3, sequences=16, anchors=16, evaluate_every=250),
+    finetune=TrainingConfig(steps=400, learning_rate=1e-3, sequences=8, anchors=16, evaluate_every=100),
+    variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION,
+    seeds=(0, 1, 2),
+)
+
+SMOLLM2 = Plan(
+    target="smollm2",
+    label="smollm2",
+    data=DataConfig(training_prompts=1024, training_tokens=64, evaluation_per_task=32, evaluation_tokens=64),
+    drafter=DrafterConfig(layers=2, draft_vocabulary=8192),
+    pretrain=TrainingConfig(
+        loss="CE", steps=400, learning_rate=5e-4, sequences=8, anchors=32, precision="bfloat16", evaluate_every=100
+    ),
+    finetune=TrainingConfig(
+        steps=100, learning_rate=2e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=50
+    ),
+    precision="bfloat16",
+    parallel=False,
+)
+
+
+def _qwen3(size: str) -> Plan:
+    """The paper's own scale (its Table 8), on one GPU or more."""
+    return Plan(
+        target=f"Qwen/Qwen3-{size}",
+        label=f"qwen3-{size.lower()}",
+        data=DataConfig(
+            prompts="hub",
+            training_prompts=760_000,
+            training_tokens=2048,
+            evaluation_per_task=0,
+            evaluation_tokens=256,
+            batch_size=128,
+        ),
+        drafter=DrafterConfig(layers=5, block_length=15, start=f"z-lab/Qwen3-{size}-DFlash-b16"),
+        pretrain=TrainingConfig(loss="CE", steps=1, learning_rate=1e-4),
+        finetune=TrainingConfig(
+            steps=190_000,
+            learning_rate=1e-4,
+            sequences=4,
+            anchors=64,
+            precision="bfloat16",
+            evaluate_every=5000,
+            checkpoint_every=1000,
+        ),
+        variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION,
+        precision="bfloat16",
+        parallel=False,
+    )
+
+
+PROFILES: dict[str, Profile] = {
+    "smoke": Profile(
+        "smoke",
+        (
+            replace(
+                TINY,
+                tiny=TinyTargetConfig(steps=200),
+                data=replace(TINY.data, training_prompts=384, evaluation_per_task=16),
+                pretrain=replace(TINY.pretrain, steps=300, evaluate_every=100),
+                finetune=replace(TINY.finetune, steps=100, evaluate_every=50),
+                variants=MAIN,
+                seeds=(0,),
+            ),
+            replace(
+                SMOLLM2,
+                data=replace(
+                    SMOLLM2.data,
+                    training_prompts=64,
+                    training_tokens=24,
+                    evaluation_per_task=4,
+                    evaluation_tokens=24,
+                    settings=("high", "low"),
+                    calibration_fraction=0.25,
+                ),
+                pretrain=replace(SMOLLM2.pretrain, steps=12, evaluate_every=12),
+                finetune=replace(SMOLLM2.finetune, steps=6, evaluate_every=6),
+                variants=MAIN,
+            ),
+        ),
+    ),
+    "cpu": Profile("cpu", (TINY, SMOLLM2)),
+    "qwen3-4b": Profile("qwen3-4b", (_qwen3("4B"),)),
+    "qwen3-8b": Profile("qwen3-8b", (_qwen3("8B"),)),
+}
+
+
+def get_profile(name: str) -> Profile:
+    """A profile by name; DBlastError lists the known ones."""
+    if name not in PROFILES:
+        raise DBlastError(f"unknown profile {name!r}; known profiles: {', '.join(PROFILES)}")
+    return PROFILES[name]

@@ -1,0 +1,300 @@
+"""The paper's tables from result tables, ours beside the paper's, as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from dblast.errors import DBlastError
+from dblast.estimates import (
+    Estimate,
+    accepted_length,
+    accepted_length_rows,
+    difference,
+    gain,
+    held_out_at_chosen,
+    seed_spread,
+)
+from dblast.paths import FIGURES, PAPER
+from dblast.profiles import Plan, Profile
+
+METHODS = ("DFlash", "DFlash+AL", "DFlash+DS", "DBlast")
+SETTINGS_ORDER = ("high", "medium", "low")
+
+
+@dataclass
+class Table:
+    """A finished table: tidy rows, a display form, and the sentence that explains it."""
+
+    name: str
+    title: str
+    caption: str
+    rows: pd.DataFrame
+    display: pd.DataFrame
+
+    def save(self, profile: str) -> list[Path]:
+        """Write ``figures/<profile>/tables/<name>.{csv,md,tex}``; returns the paths."""
+        folder = FIGURES / profile / "tables"
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = [folder / f"{self.name}.{suffix}" for suffix in ("csv", "md", "tex")]
+        self.rows.round(6).to_csv(paths[0], index=False)
+        text = self.display.to_markdown()
+        paths[1].write_text(f"**{self.title}.** {self.caption}\n\n{text}\n", encoding="utf-8")
+        latex = self.display.to_latex(escape=True, caption=f"{self.title}. {self.caption}", label=f"tab:{self.name}")
+        paths[2].write_text(latex, encoding="utf-8")
+        return paths
+
+
+def read_paper(name: str) -> pd.DataFrame:
+    """A table of numbers the paper reports, from ``data/paper``."""
+    path = PAPER / f"{name}.csv"
+    if not path.exists():
+        raise DBlastError(f"no such file {path.name} in data/paper; known: {[p.stem for p in sorted(PAPER.glob('*.csv'))]}")
+    return pd.read_csv(path)
+
+
+def _pm(estimate: Estimate) -> str:
+    return f"{estimate.value:.2f} ± {estimate.standard_error:.2f}"
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{estimate.value:+.1f} ± {estimate.standard_error:.1f} %"
+
+
+def main_variants(scores: pd.DataFrame) -> pd.DataFrame:
+    """Held-out scores of Table 2's four variants at their calibrated Z_T."""
+    rows = held_out_at_chosen(scores)
+    return rows[rows.K.isin([1, 4]) & (rows.construction == "all_prefixes")]
+
+
+def table2(scores: pd.DataFrame, target: str) -> Table:
+    """Table 2: four variants by task and setting, gain over DFlash in per cent with paired errors."""
+    chosen = main_variants(scores[scores.target == target])
+    rows = accepted_length_rows(chosen)
+    lines = []
+    for setting in [s for s in SETTINGS_ORDER if s in set(chosen.setting)]:
+        base = chosen[(chosen.setting == setting) & (chosen.method == "DFlash")]
+        for method in METHODS:
+            ours = chosen[(chosen.setting == setting) & (chosen.method == method)]
+            line = {"determinism": setting, "method": method}
+            for task, part in ours.groupby("task", observed=True):
+                line[task] = f"{accepted_length(part).value:.2f}"
+            line["average"] = _pm(accepted_length(ours, macro=True))
+            line["gain"] = "" if method == "DFlash" else _percent(gain(ours, base, macro=True))
+            temperature = ours.category_temperature.iloc[0]
+            line["Z_T"] = "" if math.isnan(temperature) else f"{temperature:.1f}"
+            line["seed spread"] = f"{seed_spread(ours, macro=True):.3f}" if ours.seed.nunique() > 1 else "one seed"
+            lines.append(line)
+    n = chosen.prompt_id.nunique()
+    return Table(
+        f"table2_{target}",
+        f"Table 2 ({target})",
+        f"Accepted length without bonus token, held-out prompts (n = {n}), {chosen.seed.nunique()} training seed(s); "
+        "± one standard error over prompts, gains paired by prompt.",
+        rows,
+        pd.DataFrame(lines).set_index(["determinism", "method"]),
+    )
+
+
+def table2_gains(scores: pd.DataFrame, target: str) -> pd.DataFrame:
+    """Paired gains over DFlash (macro-average): ``setting, method, difference, difference_error, gain, gain_error, n``."""
+    chosen = main_variants(scores[scores.target == target])
+    rows = []
+    for setting in [s for s in SETTINGS_ORDER if s in set(chosen.setting)]:
+        base = chosen[(chosen.setting == setting) & (chosen.method == "DFlash")]
+        for method in METHODS[1:]:
+            ours = chosen[(chosen.setting == setting) & (chosen.method == method)]
+            absolute, relative = difference(ours, base, macro=True), gain(ours, base, macro=True)
+            rows.append(
+                {
+                    "target": target,
+                    "setting": setting,
+                    "method": method,
+                    "difference": absolute.value,
+                    "difference_error": absolute.standard_error,
+                    "gain": relative.value,
+                    "gain_error": relative.standard_error,
+                    "n": relative.n,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def paper_gains() -> pd.DataFrame:
+    """The paper's Table 2 averages as gains over DFlash: ``target, setting, method, gain``."""
+    paper = read_paper("table2_main")
+    rows = paper[paper.task == "Average"].pivot(index=["target", "setting"], columns="method", values="accepted_length")
+    gains = 100 * (rows.div(rows["DFlash"], axis=0) - 1)
+    return gains.drop(columns="DFlash").reset_index().melt(["target", "setting"], var_name="method", value_name="gain")
+
+
+def _chosen_low(scores: pd.DataFrame, target: str) -> pd.DataFrame:
+    rows = held_out_at_chosen(scores[scores.target == target])
+    return rows[rows.setting == "low"]
+
+
+def table3(scores: pd.DataFrame, target: str) -> Table:
+    """Table 3: number of categories by loss at the low-determinism setting, gain over K = 1 of the same loss."""
+    rows = _chosen_low(scores, target)
+    rows = rows[rows.construction == "all_prefixes"]
+    paper = read_paper("table3_categories")
+    lines = []
+    for loss in ("NLL", "AL"):
+        base = rows[(rows.loss == loss) & (rows.K == 1)]
+        printed = paper[paper.loss == loss].set_index("K").accepted_length
+        for k in sorted(rows.K.unique()):
+            ours = rows[(rows.loss == loss) & (rows.K == k)]
+            lines.append(
+                {
+                    "loss": loss,
+                    "K": k,
+                    "accepted length": _pm(accepted_length(ours, macro=True)),
+                    "gain over K = 1": "" if k == 1 else _percent(gain(ours, base, macro=True)),
+                    "paper": f"{printed[k]:.2f}",
+                    "paper gain": "" if k == 1 else f"{100 * (printed[k] / printed[1] - 1):+.1f} %",
+                }
+            )
+    return Table(
+        f"table3_{target}",
+        f"Table 3 ({target})",
+        f"Accepted length by number of categories, low determinism, held-out prompts (n = {rows.prompt_id.nunique()}), "
+        f"{rows.seed.nunique()} seed(s), Z_T chosen on the calibration split; paper: Qwen3-4B.",
+        accepted_length_rows(rows),
+        pd.DataFrame(lines).set_index(["loss", "K"]),
+    )
+
+
+def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0) -> Table:
+    """Table 4: constructions of the AL loss at the low setting and Z_T = 1, as the paper fixes it."""
+    rows = scores[(scores.target == target) & (scores.setting == "low") & (scores.split == "held_out")]
+    rows = rows[(rows.loss == "AL") & rows.K.isin([1, 4])]
+    rows = rows[(rows.K == 1) | (rows.category_temperature == category_temperature)]
+    paper = read_paper("table4_al_construction").set_index(["K", "variant"]).accepted_length
+    lines = []
+    for k in (1, 4):
+        base = rows[(rows.K == k) & (rows.construction == "whole_block")]
+        for construction in ("whole_block", "one_prefix", "all_prefixes"):
+            ours = rows[(rows.K == k) & (rows.construction == construction)]
+            whole = construction == "whole_block"
+            lines.append(
+                {
+                    "K": k,
+                    "construction": construction.replace("_", " "),
+                    "accepted length": _pm(accepted_length(ours, macro=True)),
+                    "gain over whole block": "" if whole else _percent(gain(ours, base, macro=True)),
+                    "paper": f"{paper[k, construction]:.2f}",
+                    "paper gain": "" if whole else f"{100 * (paper[k, construction] / paper[k, 'whole_block'] - 1):+.1f} %",
+                }
+            )
+    return Table(
+        f"table4_{target}",
+        f"Table 4 ({target})",
+        f"Accepted length by construction of the AL loss, low determinism, Z_T = {category_temperature}, held-out prompts "
+        f"(n = {rows.prompt_id.nunique()}), {rows.seed.nunique()} seed(s); paper: Qwen3-8B on GSM8K.",
+        accepted_length_rows(rows),
+        pd.DataFrame(lines).set_index(["K", "construction"]),
+    )
+
+
+def table1(parameters: pd.DataFrame) -> Table:
+    """Table 1: parameters that the category heads add, counted from real modules, beside the paper's counts."""
+    paper = read_paper("table1_parameters").rename(columns={"added_parameters_millions": "added (millions)"})
+    ours = parameters.assign(**{"added (millions)": parameters.added_parameters / 1e6}).assign(source="measured")
+    columns = ["target", "hidden_size", "K", "added (millions)", "percent_of_drafter", "source"]
+    both = pd.concat([ours[columns], paper.assign(source="paper")[columns]], ignore_index=True)
+    display = both.assign(
+        **{
+            "added (millions)": both["added (millions)"].map("{:.2f}".format),
+            "percent_of_drafter": both.percent_of_drafter.map("{:.1f}".format),
+        }
+    )
+    return Table(
+        "table1",
+        "Table 1",
+        "Parameters added by the category heads, K * H^2 + 2 * K * H + K; per cent of the drafter without them "
+        "(embedding and head are the target's and not counted).",
+        both,
+        display.set_index(["target", "K"]),
+    )
+
+
+def configuration_rows(plan: Plan) -> dict[str, str]:
+    """One plan in the words of the paper's Table 8."""
+    data, fine, shape = plan.data, plan.finetune, plan.drafter
+    start = {"random": "random weights", "target": "the target's last layers"}.get(shape.start, shape.start)
+    pre = plan.pretrain
+    trained = shape.start in ("random", "target")
+    stored = f"{data.training_prompts} target-sampled responses of up to {data.training_tokens} tokens"
+    return {
+        "targets": plan.target,
+        "drafter initialisation": f"{shape.layers} layers from {start}"
+        + (f", then {pre.steps} steps of decayed cross-entropy" if trained else ""),
+        "training prompts": {"synthetic": "beginnings of synthetic texts", "hub": "Tulu 3 SFT mixture"}.get(
+            data.prompts, "seeded generator"
+        ),
+        "training responses": f"{stored}, setting {data.training_setting}",
+        "draft block length b": str(shape.block_length),
+        "categories K": ", ".join(str(k) for k in sorted({v.K for v in plan.variants})),
+        "AL threshold tau": str(fine.tau),
+        "optimizer": f"AdamW, learning rate {fine.learning_rate:g}, warmup ratio {fine.warmup_ratio}, cosine decay, "
+        f"gradient max-norm {fine.max_norm}",
+        "global batch size": f"{fine.sequences} sequences x {fine.anchors} anchors",
+        "duration": f"{fine.steps} steps, seeds {', '.join(map(str, plan.seeds))}",
+        "evaluation": f"up to {data.evaluation_tokens} new tokens, accepted length excludes the bonus token, by replay",
+        "evaluation prompts": f"{data.evaluation_per_task or 'all'} per task ({data.prompts})",
+        "category temperature": f"{', '.join(map(str, plan.category_temperatures))}; chosen on "
+        f"{100 * data.calibration_fraction:.0f} % of the prompts",
+    }
+
+
+def table8(profile: Profile) -> Table:
+    """Table 8: the training configuration that ran, beside the paper's."""
+    paper = read_paper("table8_training").set_index("item")["value"].rename("paper")
+    columns = [pd.Series(configuration_rows(plan), name=plan.label) for plan in profile.plans]
+    both = pd.concat([*columns, paper], axis=1).fillna("")
+    both.index.name = "item"
+    return Table(
+        "table8",
+        "Table 8",
+        f"Training configuration of profile {profile.name} beside the paper's.",
+        both.reset_index(),
+        both,
+    )
+
+
+def figure2_rows(scores: pd.DataFrame, target: str) -> pd.DataFrame:
+    """Figure 2's data: accepted length against Z_T for K = 4, each loss and setting, held-out prompts."""
+    rows = scores[(scores.target == target) & (scores.K == 4) & (scores.construction == "all_prefixes")]
+    rows = rows[rows.split == "held_out"]
+    table = accepted_length_rows(
+        rows, by=["target", "method", "K", "loss", "setting", "category_temperature"], per_seed=False
+    )
+    return table[table.task == "average"].reset_index(drop=True)
+
+
+def category_temperature_gain(scores: pd.DataFrame, target: str) -> pd.DataFrame:
+    """What the calibrated Z_T is worth against Z_T = 0 (argmax), K = 4: paired differences on held-out prompts."""
+    rows = scores[(scores.target == target) & (scores.K == 4) & (scores.construction == "all_prefixes")]
+    lines = []
+    for (loss, setting), part in held_out_at_chosen(rows).groupby(["loss", "setting"], observed=True):
+        zero = rows[(rows.loss == loss) & (rows.setting == setting) & (rows.category_temperature == 0.0)]
+        zero = zero[zero.split == "held_out"]
+        estimate = difference(part, zero, macro=True)
+        low, high = estimate.interval
+        lines.append(
+            {
+                "loss": loss,
+                "setting": setting,
+                "chosen Z_T": part.category_temperature.iloc[0],
+                "difference": estimate.value,
+                "standard_error": estimate.standard_error,
+                "ci_low": low,
+                "ci_high": high,
+                "n": estimate.n,
+            }
+        )
+    order = pd.CategoricalDtype(SETTINGS_ORDER, ordered=True)
+    return pd.DataFrame(lines).astype({"setting": order}).sort_values(["loss", "setting"]).reset_index(drop=True)

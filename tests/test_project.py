@@ -1,0 +1,144 @@
+"""The project's own files: pins that agree, notebooks that are papers and not programs, results that match the plans."""
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+
+import nbformat
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from dblast.paths import NOTEBOOKS, ROOT
+from dblast.profiles import PROFILES
+from dblast.results import TABLES, read_provenance, results_folder
+from dblast.stages import digest
+from dblast.targets import sha256_file
+
+NOTEBOOK_FILES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+def _pins():
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if line and not line.startswith("#"))
+    return {canonicalize_name(name): version for name, version in pairs}
+
+
+def _direct():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [Requirement(line) for line in project["dependencies"]]
+
+
+def test_constraints_pin_every_direct_dependency_inside_its_range():
+    pins = _pins()
+    for requirement in _direct():
+        version = pins[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement} does not allow {version}"
+
+
+def test_environment_repeats_the_pins_of_the_direct_dependencies():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    conda = [item for item in environment["dependencies"] if isinstance(item, str)]
+    assert "python=3.11" in conda
+    (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
+    assert pip[:2] == ["--constraint constraints.txt", "--editable ."]
+    pins = _pins()
+    expected = {canonicalize_name(r.name): pins[canonicalize_name(r.name)] for r in _direct()}
+    assert {canonicalize_name(n): v for n, v in (line.split("==") for line in pip[2:])} == expected
+
+
+def test_there_are_five_numbered_notebooks():
+    assert [path.name[:2] for path in NOTEBOOK_FILES] == ["01", "02", "03", "04", "05"]
+
+
+@pytest.mark.parametrize("path", NOTEBOOK_FILES, ids=lambda path: path.stem)
+class TestNotebook:
+    def test_is_small_and_uses_the_plain_kernel_name(self, path):
+        assert path.stat().st_size < 300_000
+        assert nbformat.read(path, 4).metadata.kernelspec.name == "python3"
+
+    def test_has_one_parameters_cell_of_annotated_literals(self, path):
+        cells = [c for c in nbformat.read(path, 4).cells if "parameters" in c.metadata.get("tags", [])]
+        assert len(cells) == 1
+        for line in cells[0].source.splitlines():
+            assert re.fullmatch(r"\w+: \w+ = (\"[\w-]+\"|True|False|[\d.]+)  # .+", line), line
+
+    def test_defines_no_long_function_and_names_no_absolute_path(self, path):
+        source = "\n".join(c.source for c in nbformat.read(path, 4).cells if c.cell_type == "code")
+        assert "def " not in source and "class " not in source
+        assert not re.search(r"[\"'](/|~|[A-Z]:\\\\)", source)
+
+    def test_outputs_hold_no_error_and_no_progress_bar(self, path):
+        for cell in nbformat.read(path, 4).cells:
+            for output in cell.get("outputs", []):
+                assert output.output_type != "error"
+                assert output.get("name") != "stderr", output.get("text", "")[:200]
+                assert "it/s" not in json.dumps(output.get("text", ""))
+
+    def test_was_committed_executed(self, path):
+        counts = [c.execution_count for c in nbformat.read(path, 4).cells if c.cell_type == "code"]
+        assert counts == list(range(1, len(counts) + 1))
+
+
+def test_no_code_cell_stands_in_two_notebooks():
+    seen = {}
+    for path in NOTEBOOK_FILES:
+        for cell in nbformat.read(path, 4).cells:
+            lines = [line for line in cell.source.splitlines() if not line.startswith(("import ", "from "))]
+            if cell.cell_type == "code" and len(lines) >= 6:
+                assert seen.setdefault(cell.source, path) == path, f"{path.name} repeats a cell of {seen[cell.source].name}"
+
+
+def test_committed_results_are_those_of_the_cpu_profile():
+    profile = PROFILES["cpu"]
+    record = read_provenance("cpu")
+    for plan in profile.plans:
+        for table in TABLES:
+            name = f"{plan.label}-{table}.parquet"
+            assert record[name]["plan"] == digest(plan), f"{name} was made by another plan"
+            assert record[name]["sha256"] == sha256_file(results_folder("cpu") / name)
+
+
+def _dblast(*arguments):
+    done = subprocess.run([sys.executable, "-m", "dblast", *arguments], capture_output=True, text=True, cwd=ROOT)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["reproduce", "--profile", "nope"], "unknown profile 'nope'"),
+        (["reproduce", "--profile", "smoke", "-p", "nonsense=1"], "no parameter 'nonsense'"),
+        (["reproduce", "--profile", "smoke", "-p", "nonsense"], "NAME=VALUE"),
+        (["reproduce", "--profile", "smoke", "--only", "09"], "no notebook starts with '09'"),
+        (["train", "--target", "nope"], "no target 'nope'"),
+        (["train", "--loss", "nope"], "unknown loss 'nope'"),
+        (["train", "--tasks", "poems"], "unknown task 'poems'"),
+        (["train", "-K", "0"], "K must be at least 1"),
+        (["train", "--block-length", "0"], "b must be at least 1"),
+        (["train", "--steps", "0"], "steps must be at least 1"),
+        (["train", "--learning-rate", "-1"], "learning_rate must be positive"),
+        (["train", "--target", "smollm2", "--prompts", "missing.jsonl"], "missing.jsonl"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input_gives_one_clear_line_and_a_non_zero_exit(arguments, words):
+    code, text = _dblast(*arguments)
+    assert code == 2
+    assert len(text.strip().splitlines()) == 1 and words in text
+
+
+def test_an_unreadable_prompt_line_is_named(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"task": "chat", "turns": ["Hello?"]}\n{"task": "chat"\n')
+    code, text = _dblast("train", "--target", "smollm2", "--prompts", str(path))
+    assert code == 2 and "mine.jsonl:2:" in text
+
+
+def test_profiles_listed_by_the_command_line_are_those_that_exist():
+    done = subprocess.run([sys.executable, "-m", "dblast", "profiles"], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == list(PROFILES)

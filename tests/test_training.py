@@ -1,0 +1,409 @@
+"""Anchors, batches, and training that can stop and go on."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from dblast.anchors import AnchorSampler, pack
+from dblast.errors import ArtefactError, DBlastError
+from dblast.scoring import score, trajectory_acceptance
+from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, train
+from tests.checks import one_line
+
+SMALL = TrainingConfig(steps=20, sequences=2, anchors=4, evaluate_every=6, checkpoint_every=4, learning_rate=3e-3)
+
+
+@pytest.fixture
+def trajectories(make_trajectory):
+    return [make_trajectory(prompt=2 + seed, response=7 + 2 * seed, seed=seed) for seed in range(5)]
+
+
+# -- anchors -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counted(make_trajectory):
+    """Prompt 10 11 12, response 20 21 22 23 24; log p and features tell their position."""
+    base = make_trajectory(prompt=3, response=5, width=2)
+    return replace(
+        base,
+        prompt_ids=torch.tensor([10, 11, 12]),
+        response_ids=torch.tensor([20, 21, 22, 23, 24]),
+        log_p=torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5]),
+        features=torch.arange(7)[:, None].expand(7, 2).to(torch.bfloat16),
+    )
+
+
+def test_slot_k_is_labelled_with_the_kth_token_after_the_anchor(counted):
+    batch = pack([counted], [torch.tensor([2])], block_length=3)
+    assert batch.anchor_tokens.tolist() == [[21]]
+    assert counted.tokens[batch.anchor_positions].tolist() == [[21]]
+    for k in (1, 2, 3):
+        assert batch.tokens[0, k - 1] == counted.tokens[int(batch.anchor_positions) + k]
+    assert batch.tokens.tolist() == [[22, 23, 24]] and batch.valid.all()
+
+
+def test_first_anchor_is_the_prompts_last_token(counted):
+    batch = pack([counted], [torch.tensor([0])], block_length=3)
+    assert batch.anchor_tokens.tolist() == [[12]] and batch.anchor_positions.tolist() == [[2]]
+    assert batch.tokens.tolist() == [[20, 21, 22]]
+
+
+def test_log_p_belongs_to_the_same_tokens(counted):
+    batch = pack([counted], [torch.tensor([0, 2])], block_length=3)
+    torch.testing.assert_close(batch.log_p, torch.tensor([[-0.1, -0.2, -0.3], [-0.3, -0.4, -0.5]]))
+
+
+def test_slots_past_the_end_are_not_valid(counted):
+    batch = pack([counted], [torch.tensor([2, 3, 4])], block_length=3)
+    assert batch.valid.tolist() == [[True, True, True], [True, True, False], [True, False, False]]
+    assert batch.tokens[1, :2].tolist() == [23, 24] and batch.tokens[2, 0] == 24
+
+
+def test_features_reach_up_to_the_furthest_anchor(counted):
+    batch = pack([counted], [torch.tensor([1, 4, 0])], block_length=3)
+    # The furthest anchor sits at position 3 + 4 - 1 = 6: positions 0..5 lie before it.
+    assert batch.context_lengths.tolist() == [6] and batch.features[0, :, 0].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_sequences_of_other_lengths_are_padded_with_zeros(counted):
+    short = replace(counted, prompt_ids=torch.tensor([12]), features=1 + counted.features[:5])
+    batch = pack([counted, short], [torch.tensor([4]), torch.tensor([1])], block_length=2)
+    assert batch.context_lengths.tolist() == [6, 1]
+    assert batch.features[1, :, 0].tolist() == [1, 0, 0, 0, 0, 0]
+    assert batch.anchor_positions.tolist() == [[6], [1]]
+    assert batch.tokens.tolist() == [[24, 24], [21, 22]] and batch.valid.tolist() == [[True, False], [True, True]]
+
+
+def test_a_prompt_of_one_token_has_an_anchor_without_context(counted):
+    alone = replace(counted, prompt_ids=torch.tensor([12]), features=counted.features[:5])
+    batch = pack([alone], [torch.tensor([0])], block_length=2)
+    assert batch.context_lengths.tolist() == [0] and batch.anchor_positions.tolist() == [[0]]
+    assert batch.features.shape[:2] == (1, 1)
+
+
+def test_every_pass_visits_each_trajectory_once(make_trajectory):
+    # Response tokens name their trajectory.
+    trajectories = [replace(make_trajectory(seed=i), response_ids=torch.full((10,), 20 + i)) for i in range(5)]
+    sampler = AnchorSampler(
+        trajectories, block_length=3, sequences=2, anchors=3, generator=torch.Generator().manual_seed(0)
+    )
+    seen = [int(tokens[0]) for _ in range(10) for tokens in sampler.next().tokens.view(2, 3, 3)[:, 0]]
+    passes = [seen[i : i + 5] for i in range(0, 20, 5)]
+    assert all(sorted(one) == [20, 21, 22, 23, 24] for one in passes)
+    assert len({tuple(one) for one in passes}) > 1
+
+
+def test_anchors_inside_a_trajectory_are_distinct_until_all_are_used(make_trajectory):
+    trajectory = make_trajectory(prompt=3, response=6)
+    sampler = AnchorSampler(
+        [trajectory], block_length=2, sequences=1, anchors=9, generator=torch.Generator().manual_seed(0)
+    )
+    counts = Counter((sampler.next().anchor_positions[0] - 2).tolist())
+    assert set(counts) == set(range(6)) and sorted(counts.values()) == [1, 1, 1, 2, 2, 2]
+
+
+def test_every_anchor_is_drawn_equally_often(make_trajectory):
+    sampler = AnchorSampler(
+        [make_trajectory(prompt=1, response=8)],
+        block_length=2,
+        sequences=1,
+        anchors=2,
+        generator=torch.Generator().manual_seed(0),
+    )
+    counts = Counter(int(p) for _ in range(800) for p in sampler.next().anchor_positions[0])
+    # 1600 draws over 8 anchors: 200 each, standard deviation below 13.
+    assert set(counts) == set(range(8)) and max(abs(n - 200) for n in counts.values()) < 60
+
+
+def test_sampler_goes_on_from_a_stored_state(trajectories):
+    def sampler(seed: int) -> AnchorSampler:
+        generator = torch.Generator().manual_seed(seed)
+        return AnchorSampler(trajectories, block_length=3, sequences=2, anchors=3, generator=generator)
+
+    first, second = sampler(0), sampler(99)
+    first.next()
+    second.load_state(first.state())
+    for _ in range(5):
+        for ours, theirs in zip(vars(first.next()).values(), vars(second.next()).values(), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+# -- configuration -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"loss": "KL"}, ["'KL'", "NLL", "AL", "CE"]),
+        ({"construction": "half"}, ["'half'", "all_prefixes"]),
+        ({"precision": "float16"}, ["'float16'", "bfloat16"]),
+        ({"steps": 0}, ["steps", "0"]),
+        ({"sequences": 0}, ["sequences"]),
+        ({"anchors": -3}, ["anchors", "-3"]),
+        ({"evaluate_every": 0}, ["evaluate_every"]),
+        ({"checkpoint_every": 0}, ["checkpoint_every"]),
+        ({"learning_rate": 0.0}, ["learning_rate"]),
+        ({"learning_rate": float("nan")}, ["learning_rate"]),
+    ],
+)
+def test_unusable_training_configuration_is_refused(settings, words):
+    with pytest.raises(DBlastError) as error:
+        TrainingConfig(**settings)
+    one_line(error, *words)
+
+
+def test_schedule_warms_up_and_falls_to_zero():
+    config = TrainingConfig(steps=100, warmup_ratio=0.1)
+    factors = [learning_rate_factor(step, config) for step in range(101)]
+    assert factors[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
+    assert factors[10] == 1.0 and factors[55] == pytest.approx(0.5) and factors[100] == pytest.approx(0.0)
+    assert all(a >= b for a, b in zip(factors[10:], factors[11:], strict=False))
+
+
+# -- resuming ------------------------------------------------------------------------------------
+
+
+def assert_same(first, second) -> None:
+    """Nested containers of tensors and numbers, equal to the last bit."""
+    assert type(first) is type(second)
+    if isinstance(first, torch.Tensor):
+        assert torch.equal(first, second)
+    elif isinstance(first, dict):
+        assert list(first) == list(second)
+        for key in first:
+            assert_same(first[key], second[key])
+    elif isinstance(first, list | tuple):
+        assert len(first) == len(second)
+        for one, two in zip(first, second, strict=True):
+            assert_same(one, two)
+    else:
+        assert first == second or (first != first and second != second)
+
+
+def mean_accepted(trajectories):
+    def evaluate(drafter) -> dict:
+        table = score(drafter, trajectories[:2])
+        return {"accepted": float(table.anchor_accepted.sum() / table.anchors.sum())}
+
+    return evaluate
+
+
+@pytest.mark.parametrize("loss", ["CE", "NLL", "AL"])
+@pytest.mark.parametrize("stops", [[10], [7, 13]], ids=["one-stop", "two-stops"])
+def test_stopping_and_going_on_changes_nothing(llama, make_drafter, trajectories, tmp_path, loss, stops):
+    config = replace(SMALL, loss=loss)
+    evaluate = mean_accepted(trajectories)
+    whole = make_drafter(llama, random_heads=False)
+    history = train(whole, trajectories, config, tmp_path / "whole", evaluate=evaluate)
+    for stop in stops:
+        parts = make_drafter(llama, random_heads=False)
+        train(parts, trajectories, config, tmp_path / "parts", evaluate=evaluate, stop_after=stop)
+    parts = make_drafter(llama, random_heads=False)
+    resumed = train(parts, trajectories, config, tmp_path / "parts", evaluate=evaluate)
+    assert_same(whole.state_dict(), parts.state_dict())
+    assert_same(history, resumed)
+    states = [torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "parts")]
+    assert_same(*states)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(llama, make_drafter, trajectories, tmp_path, monkeypatch):
+    whole = make_drafter(llama)
+    history = train(whole, trajectories, SMALL, tmp_path / "whole")
+    advance = Trainer.advance
+
+    def killed(self):
+        if self.step == 11:
+            raise KeyboardInterrupt
+        return advance(self)
+
+    monkeypatch.setattr(Trainer, "advance", killed)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_drafter(llama), trajectories, SMALL, tmp_path / "parts")
+    monkeypatch.undo()
+    assert torch.load(tmp_path / "parts" / "state.pt", weights_only=True)["step"] == 8
+    parts = make_drafter(llama)
+    assert_same(history, train(parts, trajectories, SMALL, tmp_path / "parts"))
+    assert_same(whole.state_dict(), parts.state_dict())
+
+
+def test_a_finished_run_is_not_trained_further(llama, make_drafter, trajectories, tmp_path):
+    first, second = make_drafter(llama), make_drafter(llama)
+    history = train(first, trajectories, SMALL, tmp_path)
+    assert_same(history, train(second, trajectories, SMALL, tmp_path))
+    assert_same(first.state_dict(), second.state_dict())
+
+
+def test_history_has_both_ends_and_every_point_between(llama, make_drafter, trajectories, tmp_path):
+    history = train(make_drafter(llama), trajectories, SMALL, tmp_path, evaluate=lambda drafter: {"one": 1})
+    assert [point["step"] for point in history] == [0, 6, 12, 18, 20]
+    assert all(point["one"] == 1 for point in history)
+    assert history[0]["loss"] != history[0]["loss"] and all(point["loss"] > 0 for point in history[1:])
+
+
+def test_history_losses_are_means_since_the_last_point(llama, make_drafter, trajectories, tmp_path):
+    trainer = Trainer(make_drafter(llama), trajectories, SMALL)
+    losses = [trainer.advance() for _ in range(20)]
+    history = train(make_drafter(llama), trajectories, SMALL, tmp_path)
+    assert history[1]["loss"] == pytest.approx(sum(losses[:6]) / 6)
+    assert history[-1]["loss"] == pytest.approx(sum(losses[18:]) / 2)
+
+
+@pytest.mark.parametrize("size", [0, 100, 5_000])
+def test_damaged_checkpoint_is_refused(llama, make_drafter, trajectories, tmp_path, size):
+    train(make_drafter(llama), trajectories, SMALL, tmp_path, stop_after=5)
+    state = tmp_path / "state.pt"
+    state.write_bytes(state.read_bytes()[:size])
+    with pytest.raises(ArtefactError) as error:
+        train(make_drafter(llama), trajectories, SMALL, tmp_path)
+    one_line(error, "damaged", str(state))
+
+
+def test_file_that_is_no_checkpoint_is_refused(llama, make_drafter, trajectories, tmp_path):
+    torch.save({"something": 1}, tmp_path / "state.pt")
+    with pytest.raises(ArtefactError) as error:
+        train(make_drafter(llama), trajectories, SMALL, tmp_path)
+    one_line(error, str(tmp_path / "state.pt"))
+
+
+@pytest.mark.parametrize("change", [{"seed": 1}, {"loss": "AL"}, {"steps": 30}, {"learning_rate": 1e-4}])
+def test_checkpoint_of_another_configuration_is_refused(llama, make_drafter, trajectories, tmp_path, change):
+    train(make_drafter(llama), trajectories, SMALL, tmp_path, stop_after=5)
+    with pytest.raises(ArtefactError) as error:
+        train(make_drafter(llama), trajectories, replace(SMALL, **change), tmp_path)
+    one_line(error, "another training configuration")
+
+
+def test_checkpoint_of_another_drafter_is_refused(llama, make_drafter, trajectories, tmp_path):
+    train(make_drafter(llama, num_categories=2), trajectories, SMALL, tmp_path, stop_after=5)
+    with pytest.raises(ArtefactError) as error:
+        train(make_drafter(llama, num_categories=4), trajectories, SMALL, tmp_path)
+    one_line(error, str(tmp_path / "state.pt"))
+
+
+def test_a_kill_while_writing_keeps_the_earlier_checkpoint(llama, make_drafter, trajectories, tmp_path, monkeypatch):
+    train(make_drafter(llama), trajectories, SMALL, tmp_path / "a", stop_after=4)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+
+    def cut_off(state, path):
+        path.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "save", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        train(make_drafter(llama), trajectories, SMALL, tmp_path / "b", stop_after=8)
+    monkeypatch.undo()
+    first, second = make_drafter(llama), make_drafter(llama)
+    assert_same(
+        train(first, trajectories, SMALL, tmp_path / "a"), train(second, trajectories, SMALL, tmp_path / "b")
+    )
+    assert_same(first.state_dict(), second.state_dict())
+
+
+# -- randomness ----------------------------------------------------------------------------------
+
+
+def test_same_seed_same_result_whatever_the_global_state(llama, make_drafter, trajectories, tmp_path):
+    first, second = make_drafter(llama), make_drafter(llama)
+    train(first, trajectories, SMALL, tmp_path / "a")
+    torch.rand(7)
+    train(second, trajectories, SMALL, tmp_path / "b")
+    assert_same(first.state_dict(), second.state_dict())
+
+
+def test_another_seed_gives_another_result(llama, make_drafter, trajectories, tmp_path):
+    first, second = make_drafter(llama), make_drafter(llama)
+    train(first, trajectories, SMALL, tmp_path / "a")
+    train(second, trajectories, replace(SMALL, seed=1), tmp_path / "b")
+    assert not torch.equal(first.fc.weight, second.fc.weight)
+
+
+def test_training_leaves_the_global_random_state_alone(llama, make_drafter, trajectories, tmp_path):
+    drafter = make_drafter(llama)
+    before = torch.get_rng_state()
+    train(drafter, trajectories, SMALL, tmp_path)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# -- learning ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss", ["CE", "NLL", "AL"])
+def test_steps_on_one_batch_lower_its_loss(llama, make_drafter, trajectories, loss):
+    drafter = make_drafter(llama, random_heads=False)
+    config = replace(SMALL, loss=loss)
+    batch = AnchorSampler(
+        trajectories, block_length=3, sequences=3, anchors=5, generator=torch.Generator().manual_seed(0)
+    ).next()
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=2e-3, weight_decay=0.0)
+    losses = []
+    for _ in range(15):
+        value = batch_loss(drafter, batch, config)
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("construction", ["all_prefixes", "one_prefix", "whole_block"])
+def test_every_construction_gives_gradient_to_all_parameters(llama, make_drafter, trajectories, construction):
+    drafter = make_drafter(llama, num_categories=2)
+    sampler = AnchorSampler(
+        trajectories, block_length=3, sequences=3, anchors=5, generator=torch.Generator().manual_seed(0)
+    )
+    batch_loss(drafter, sampler.next(), replace(SMALL, loss="AL", construction=construction)).backward()
+    for name, parameter in drafter.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+        assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("loss", ["CE", "NLL"])
+@pytest.mark.parametrize("num_categories", [0, 2])
+def test_a_sequence_learnt_by_heart_is_accepted_whole(
+    llama, make_drafter, make_trajectory, tmp_path, loss, num_categories
+):
+    trajectory = make_trajectory(prompt=3, response=20, seed=1)
+    trajectory = replace(trajectory, log_p=torch.zeros(20))
+    drafter = make_drafter(llama, num_categories=num_categories, random_heads=False)
+    config = TrainingConfig(
+        loss=loss,
+        steps=200,
+        learning_rate=5e-3,
+        sequences=1,
+        anchors=20,
+        evaluate_every=200,
+        checkpoint_every=200,
+    )
+    train(drafter, [trajectory], config, tmp_path)
+    accept = trajectory_acceptance(drafter, trajectory, [1.0])
+    inside = pack([trajectory], [torch.arange(20)], 3).valid
+    torch.testing.assert_close(accept[0], inside.float(), atol=1e-4, rtol=0)
+    table = score(drafter, [trajectory])
+    assert table.passes.item() == pytest.approx(5.0, abs=1e-2) and table.emitted.item() == 20
+    assert table.anchor_accepted.item() / table.anchors.item() == pytest.approx(3.0, abs=1e-2)
+
+
+def test_gradient_that_is_not_finite_stops_the_run(llama, make_drafter, trajectories, tmp_path):
+    drafter = make_drafter(llama)
+    with torch.no_grad():
+        drafter.fc.weight.fill_(float("nan"))
+    with pytest.raises(DBlastError) as error:
+        train(drafter, trajectories, SMALL, tmp_path)
+    one_line(error, "step 0", "learning rate")
+
+
+def test_bfloat16_training_stays_near_float32(llama, make_drafter, trajectories):
+    drafter = make_drafter(llama)
+    batch = AnchorSampler(
+        trajectories, block_length=3, sequences=3, anchors=5, generator=torch.Generator().manual_seed(0)
+    ).next()
+    exact = batch_loss(drafter, batch, SMALL)
+    rough = batch_loss(drafter, batch, replace(SMALL, precision="bfloat16"))
+    assert rough.dtype == torch.float32
+    assert rough.item() == pytest.approx(exact.item(), rel=0.03)

@@ -1,0 +1,331 @@
+"""Verification against brute force, and the exact law of one speculative step."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from dblast.losses import conditional_log_q
+from dblast.verifier import (
+    acceptance_given_emitted,
+    acceptance_probability,
+    agreement,
+    greedy_branch_acceptance,
+    greedy_branch_conditional,
+    greedy_branch_distribution,
+    residual_distribution,
+    soft_acceptance,
+    soft_distribution,
+)
+from tests.helpers import (
+    all_blocks,
+    assert_close,
+    block_log_q,
+    category_log_prior,
+    generator,
+    random_branches,
+    random_distribution,
+    random_log_prior,
+    random_position_log_q,
+    random_target,
+    sequence_probability,
+    target_log_p,
+)
+
+VOCABULARY, LENGTH = 3, 3
+CATEGORY_TEMPERATURES = (0.0, 0.5, 1.0, 2.0)
+
+#: Branches that share prefixes of every length, and an exact duplicate.
+SHARED = torch.tensor([[0, 1, 2], [0, 1, 0], [0, 2, 2], [0, 1, 2]])
+
+
+def brute_force_conditional(branches, prior, tokens):
+    """Eq. 20 in words: among the branches with this prefix, the share of prior whose next token is this one."""
+    q = []
+    for i, token in enumerate(tokens):
+        alive = [z for z, branch in enumerate(branches) if branch[:i] == tokens[:i]]
+        total = sum(prior[z] for z in alive)
+        q.append(sum(prior[z] for z in alive if branches[z][i] == token) / total if total > 0 else 0.0)
+    return q
+
+
+BRANCH_SETS = [SHARED] + [
+    random_branches(branches, LENGTH, VOCABULARY, generator(10 * branches + seed))
+    for branches in (1, 2, 3, 4)
+    for seed in range(4)
+]
+
+
+@pytest.mark.parametrize("temperature", CATEGORY_TEMPERATURES)
+@pytest.mark.parametrize("branches", BRANCH_SETS, ids=lambda tokens: str(tokens.tolist()).replace(" ", ""))
+def test_greedy_branch_conditional(branches, temperature):
+    blocks = all_blocks(VOCABULARY, LENGTH)
+    log_prior = category_log_prior(random_log_prior(len(branches), generator(1)), temperature)
+    expected = [
+        brute_force_conditional(branches.tolist(), log_prior.exp().tolist(), block) for block in blocks.tolist()
+    ]
+    actual = greedy_branch_conditional(
+        branches.expand(len(blocks), -1, -1), log_prior.expand(len(blocks), -1), blocks
+    )
+    assert_close(actual, expected, tolerance=1e-6)
+    for block, row in zip(blocks, actual, strict=True):
+        for i in range(LENGTH):
+            whole = greedy_branch_distribution(branches, log_prior, block[:i], VOCABULARY)
+            assert_close(whole[block[i]], row[i], tolerance=1e-6)
+
+
+def test_greedy_branch_conditional_of_each_anchor_reads_its_own_branches():
+    branches = torch.stack([random_branches(3, LENGTH, VOCABULARY, generator(seed)) for seed in range(20)])
+    log_prior = torch.stack([random_log_prior(3, generator(seed)) for seed in range(20)])
+    tokens = branches[:, 0]
+    expected = [
+        brute_force_conditional(*row)
+        for row in zip(branches.tolist(), log_prior.exp().tolist(), tokens.tolist(), strict=True)
+    ]
+    assert_close(greedy_branch_conditional(branches, log_prior, tokens), expected, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("prefix", [[], [0], [0, 1], [0, 2]])
+def test_greedy_branch_distribution_sums_to_one_on_drafted_prefixes(prefix):
+    prefix = torch.tensor(prefix, dtype=torch.long)
+    q = greedy_branch_distribution(SHARED, random_log_prior(4, generator(2)), prefix, vocab_size=5)
+    assert q.shape == (5,)
+    assert_close(q.sum(), 1.0)
+
+
+def test_greedy_branch_distribution_is_zero_on_prefixes_that_no_branch_has():
+    q = greedy_branch_distribution(SHARED, torch.zeros(4).log_softmax(-1), torch.tensor([1]), VOCABULARY)
+    assert (q == 0).all()
+
+
+def test_one_branch_is_a_point_mass_accepted_with_the_probability_of_its_token():
+    branch = torch.tensor([[[0, 1, 2]]])
+    log_p = torch.tensor([[0.5, 0.2, 0.9]]).log()
+    p = torch.tensor(random_distribution(VOCABULARY, generator(3)))
+    q = greedy_branch_distribution(branch[0], torch.zeros(1), branch[0, 0, :0], VOCABULARY)
+    assert_close(q, [1.0, 0.0, 0.0])
+    assert_close(acceptance_probability(p, q, torch.tensor(0)), p[0])
+    # Given that the emitted token is the drafted one, it was accepted for certain.
+    assert_close(greedy_branch_acceptance(branch, torch.zeros(1, 1), branch[:, 0], log_p), torch.ones(1, 3))
+    other = torch.tensor([[0, 2, 2]])
+    assert_close(greedy_branch_acceptance(branch, torch.zeros(1, 1), other, log_p), [[1.0, 0.0, 0.0]])
+
+
+def test_agreement_ends_at_the_first_difference():
+    actual = agreement(SHARED.unsqueeze(0), torch.tensor([[0, 1, 2]]))
+    assert actual[0].int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("branches", [1, 2, 3, 4])
+def test_soft_distribution_agrees_with_the_training_conditional(branches):
+    rng = generator(branches)
+    position_log_q = random_position_log_q(branches, LENGTH, VOCABULARY, rng)
+    log_prior = random_log_prior(branches, rng)
+    blocks = all_blocks(VOCABULARY, LENGTH)
+    conditional = conditional_log_q(block_log_q(position_log_q, blocks), log_prior.expand(len(blocks), -1)).exp()
+    for block, row in zip(blocks, conditional, strict=True):
+        for i in range(LENGTH):
+            q = soft_distribution(position_log_q, log_prior, block[:i])
+            assert_close(q.sum(), 1.0)
+            assert_close(q[block[i]], row[i], tolerance=1e-6)
+
+
+def test_soft_acceptance_is_the_ratio_of_conditionals():
+    rng = generator(5)
+    position_log_q, log_prior = random_position_log_q(3, LENGTH, VOCABULARY, rng), random_log_prior(3, rng)
+    target, blocks = random_target(VOCABULARY, LENGTH, rng), all_blocks(VOCABULARY, LENGTH)
+    actual = soft_acceptance(
+        block_log_q(position_log_q, blocks), log_prior.expand(len(blocks), -1), target_log_p(target, blocks)
+    )
+    for block, row in zip(blocks, actual, strict=True):
+        for i, token in enumerate(block.tolist()):
+            q = float(soft_distribution(position_log_q, log_prior, block[:i])[token])
+            assert_close(row[i], min(1.0, q / target[tuple(block[:i].tolist())][token]), tolerance=1e-5)
+
+
+class Step:
+    """One speculative step of the greedy-branch proposal; subclasses get one rule of verification wrong."""
+
+    def __init__(self, target, branches, log_prior, vocabulary):
+        self.target, self.branches, self.log_prior, self.vocabulary = target, branches, log_prior, vocabulary
+
+    def p(self, prefix):
+        return torch.tensor(self.target[prefix], dtype=torch.float64)
+
+    def q(self, prefix):
+        prefix = torch.tensor(prefix, dtype=torch.long)
+        return greedy_branch_distribution(self.branches, self.log_prior, prefix, self.vocabulary).double()
+
+    def accept(self, p, q, token):
+        return float(acceptance_probability(p, q, torch.tensor(token)))
+
+    def replacement(self, p, q, token):
+        return residual_distribution(p, q)
+
+    def outputs(self):
+        """(emitted tokens, probability) of every way that the step can end, category included."""
+        for z, branch in enumerate(self.branches.tolist()):
+            alive = math.exp(self.log_prior[z])
+            for i, token in enumerate(branch):
+                prefix = tuple(branch[:i])
+                p, q = self.p(prefix), self.q(prefix)
+                accept = self.accept(p, q, token)
+                for v, share in enumerate(self.replacement(p, q, token).tolist()):
+                    yield (*prefix, v), alive * (1 - accept) * share
+                alive *= accept
+            for v, share in enumerate(self.target[tuple(branch)]):
+                yield (*branch, v), alive * share
+
+    def law(self, length):
+        """Joint law of the first ``length`` tokens when plain target sampling follows the step."""
+        law = defaultdict(float)
+        for tokens, probability in self.outputs():
+            for block in all_blocks(self.vocabulary, length - len(tokens)).tolist():
+                sequence = (*tokens, *block)
+                law[sequence] += probability * sequence_probability(self.target, sequence, start=len(tokens))
+        return law
+
+
+class SoftmaxedResidual(Step):
+    def replacement(self, p, q, token):
+        return (p - q).clamp(min=0).softmax(-1)
+
+
+class ResidualNotNormalised(Step):
+    def replacement(self, p, q, token):
+        return (p - q).clamp(min=0)
+
+
+class AcceptGivenTheBranch(Step):
+    """Acceptance as if the drafted branch were the only one, min(1, p / 1); the residual is that of the marginal."""
+
+    def accept(self, p, q, token):
+        return float(p[token])
+
+
+class ResidualGivenTheBranch(Step):
+    """Acceptance from the marginal; the residual as if the drafted branch were the only one."""
+
+    def replacement(self, p, q, token):
+        return residual_distribution(p, torch.nn.functional.one_hot(torch.tensor(token), self.vocabulary).double())
+
+
+class RedrawFromTarget(Step):
+    def replacement(self, p, q, token):
+        return p
+
+
+MUTANTS = [
+    SoftmaxedResidual,
+    ResidualNotNormalised,
+    AcceptGivenTheBranch,
+    ResidualGivenTheBranch,
+    RedrawFromTarget,
+]
+
+
+def random_step(kind, vocabulary, length, branches, seed, temperature=1.0, zeros=False):
+    rng = generator(seed)
+    target = random_target(vocabulary, length + 1, rng, zeros)
+    tokens = random_branches(branches, length, vocabulary, rng)
+    log_prior = category_log_prior(random_log_prior(branches, rng), temperature)
+    return kind(target, tokens, log_prior, vocabulary)
+
+
+def largest_error(step, length):
+    law = step.law(length)
+    blocks = [tuple(block) for block in all_blocks(step.vocabulary, length).tolist()]
+    return max(abs(law[block] - sequence_probability(step.target, block)) for block in blocks)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["p > 0", "p with zeros"])
+@pytest.mark.parametrize("temperature", CATEGORY_TEMPERATURES)
+@pytest.mark.parametrize(("vocabulary", "length", "branches"), [(3, 3, 1), (3, 3, 3), (4, 2, 2), (4, 2, 4)])
+def test_one_step_then_target_sampling_has_the_law_of_the_target(vocabulary, length, branches, temperature, zeros):
+    for seed in range(3):
+        step = random_step(Step, vocabulary, length, branches, seed, temperature, zeros)
+        assert_close(sum(probability for _, probability in step.outputs()), 1.0)
+        assert largest_error(step, length + 1) < 1e-6
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_faulty_verification_breaks_the_law(mutant):
+    assert largest_error(random_step(Step, 3, 3, 3, seed=7), 4) < 1e-6
+    assert largest_error(random_step(mutant, 3, 3, 3, seed=7), 4) > 1e-3
+
+
+def test_soft_proposal_has_the_law_of_the_target():
+    """The same step with tokens sampled inside the branch: every block can be drafted, under every category."""
+    rng = generator(8)
+    target = random_target(VOCABULARY, LENGTH + 1, rng, zeros=True)
+    position_log_q, log_prior = random_position_log_q(2, LENGTH, VOCABULARY, rng), random_log_prior(2, rng)
+    law = defaultdict(float)
+    for z in range(2):
+        for block in all_blocks(VOCABULARY, LENGTH):
+            alive = float(log_prior[z].exp())
+            for i, token in enumerate(block):
+                alive *= float(position_log_q[z, i, token].exp())
+            for i, token in enumerate(block):
+                prefix = tuple(block[:i].tolist())
+                p = torch.tensor(target[prefix], dtype=torch.float64)
+                q = soft_distribution(position_log_q, log_prior, block[:i]).double()
+                accept = float(acceptance_probability(p, q, token))
+                for v, share in enumerate(residual_distribution(p, q).tolist()):
+                    for rest in all_blocks(VOCABULARY, LENGTH - 1 - i).tolist():
+                        sequence = (*prefix, v, *rest)
+                        law[sequence] += alive * (1 - accept) * share * sequence_probability(target, sequence, i + 1)
+                alive *= accept
+            law[tuple(block.tolist())] += alive
+    for block in all_blocks(VOCABULARY, LENGTH).tolist():
+        assert_close(law[tuple(block)], sequence_probability(target, tuple(block)), tolerance=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("q_x", [1.0, 0.5, 1e-30, 0.0])
+def test_token_of_target_probability_zero_is_never_accepted(q_x, dtype):
+    p, q = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([q_x, 1 - q_x], dtype=dtype)
+    assert float(acceptance_probability(p, q, torch.tensor(0))) == 0.0
+    assert float(residual_distribution(p, q)[0]) == 0.0
+
+
+def test_acceptance_probability_is_the_clipped_ratio():
+    p, q = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.8, 0.2, 0.0])
+    actual = acceptance_probability(p.expand(3, -1), q.expand(3, -1), torch.arange(3))
+    assert_close(actual, [0.25, 1.0, 1.0])
+
+
+def test_residual_is_the_renormalised_excess_of_the_target():
+    p, q = torch.tensor([[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]]), torch.tensor([[0.8, 0.1, 0.1], [0.0, 1.0, 0.0]])
+    assert_close(residual_distribution(p, q), [[0.0, 2 / 3, 1 / 3], [1.0, 0.0, 0.0]])
+
+
+def test_draft_equal_to_the_target_is_always_accepted():
+    p = torch.tensor([random_distribution(5, generator(seed)) for seed in range(20)])
+    for token in range(5):
+        accept = acceptance_probability(p, p.clone(), torch.full((20,), token))
+        assert (accept == 1.0).all()
+    assert_close(residual_distribution(p, p.clone()), p)
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["p > 0", "p with zeros"])
+def test_acceptance_given_the_emitted_token(zeros):
+    """P(draft accepted | x emitted) by Bayes' rule over everything one position can do."""
+    for seed in range(10):
+        rng = generator(seed)
+        p = torch.tensor(random_distribution(4, rng, zeros), dtype=torch.float64)
+        q = torch.tensor(random_distribution(4, rng, zeros=True), dtype=torch.float64)
+        accepted = q * acceptance_probability(p.expand(4, -1), q.expand(4, -1), torch.arange(4))
+        emitted = accepted + (1 - accepted.sum()) * residual_distribution(p, q)
+        possible = p > 0
+        assert_close(emitted, p, tolerance=1e-12)
+        assert_close(
+            acceptance_given_emitted(q, p.log())[possible], (accepted / emitted)[possible], tolerance=1e-6
+        )
+
+
+def test_acceptance_given_the_emitted_token_is_finite_at_zero_probability():
+    actual = acceptance_given_emitted(torch.tensor([0.0, 0.5, 0.0]), torch.tensor([0.0, -torch.inf, -torch.inf]))
+    assert_close(actual, [0.0, 1.0, 0.0])
