@@ -16,7 +16,7 @@ from dblast.trajectories import Trajectory
 
 
 def new_drafter(config: DBlastConfig, target: Target, seed: int) -> DBlastDrafter:
-    """A randomly initialised float32 drafter on its target's device, not attached yet; the global seed is left alone."""
+    """A random float32 drafter on its target's device, not attached yet; the global seed is left alone."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         drafter = DBlastDrafter(config)

@@ -155,12 +155,13 @@ class Trainer:
             state = torch.load(path, weights_only=True)
         except Exception as error:  # torch raises many kinds for a cut-off file
             raise ArtefactError(f"checkpoint {path} is damaged ({type(error).__name__}); delete it and rerun") from error
-        if not isinstance(state, dict) or state.get("config") != json.dumps(dataclasses.asdict(self.config), sort_keys=True):
+        ours = json.dumps(dataclasses.asdict(self.config), sort_keys=True)
+        if not isinstance(state, dict) or state.get("config") != ours:
             raise ArtefactError(f"checkpoint {path} belongs to another training configuration; use another folder")
         try:
             self.drafter.load_state_dict(state["model"])
         except RuntimeError as error:
-            raise ArtefactError(f"checkpoint {path} belongs to a drafter of another shape; use another folder") from error
+            raise ArtefactError(f"checkpoint {path} is of a drafter of another shape; use another folder") from error
         self.optimizer.load_state_dict(state["optimizer"])
         self.sampler.load_state(state["sampler"])
         self.step, self.history, self.recent = state["step"], state["history"], state["recent"]

@@ -1,15 +1,29 @@
 """Verification: proposals to acceptance, residual and bonus, as pure functions (eq. 12, 18-21).
 
-Shapes: N blocks, K categories, b draft positions, V vocabulary. Everything is
-float32; p is the target after temperature, top-k and top-p, q the drafter.
+Shapes: N blocks, K categories, b draft positions, V vocabulary, W support size.
+Everything is float32 (float64 inputs stay float64, which is for tests); p is the
+target after temperature, top-k and top-p, q the drafter.
+
+The target's distribution comes as its *support*: ``tokens`` (..., W) and their
+probabilities ``p`` (..., W). Whatever lies outside has p = 0, is never accepted
+and cannot be a replacement, so q is only ever needed on the support. The dense
+case is ``tokens = arange(V)``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from dblast.losses import conditional_log_q
+
+
+def _real(x: Tensor) -> Tensor:
+    """At least float32: half precision is widened, float64 kept."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 def agreement(branch_tokens: Tensor, tokens: Tensor) -> Tensor:
@@ -35,12 +49,12 @@ def greedy_branch_conditional(branch_tokens: Tensor, log_prior: Tensor, tokens: 
         tokens: (N, b) realised tokens.
 
     Returns:
-        (N, b) float32; zero after a prefix that no branch has.
+        (N, b); zero after a prefix that no branch has.
     """
     agree = agreement(branch_tokens, tokens)
-    mass = (log_prior.float().exp().unsqueeze(-1) * agree).sum(1)
+    mass = (_real(log_prior).exp().unsqueeze(-1) * agree).sum(1)
     before, after = mass[:, :-1], mass[:, 1:]
-    return torch.where(before > 0, after / before.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    return torch.where(before > 0, after / before.clamp(min=torch.finfo(mass.dtype).tiny), 0.0)
 
 
 def acceptance_given_emitted(q: Tensor, log_p: Tensor) -> Tensor:
@@ -78,12 +92,12 @@ def greedy_branch_distribution(branch_tokens: Tensor, log_prior: Tensor, prefix:
         vocab_size: V.
 
     Returns:
-        (V,) float32 distribution over the next draft token; all zero if no branch has this prefix.
+        (V,) distribution over the next draft token; all zero if no branch has this prefix.
     """
     i = len(prefix)
     agree = (branch_tokens[:, :i] == prefix).all(-1)
-    mass = log_prior.float().exp() * agree
-    q = torch.zeros(vocab_size, dtype=torch.float32, device=log_prior.device)
+    mass = _real(log_prior).exp() * agree
+    q = torch.zeros(vocab_size, dtype=mass.dtype, device=log_prior.device)
     q.scatter_add_(0, branch_tokens[:, i], mass)
     return q / mass.sum() if mass.sum() > 0 else q
 
@@ -97,12 +111,18 @@ def soft_distribution(position_log_q: Tensor, log_prior: Tensor, prefix: Tensor)
         prefix: (i,) accepted tokens, i < b.
 
     Returns:
-        (V,) float32.
+        (V,).
     """
     i = len(prefix)
     seen = position_log_q[:, torch.arange(i), prefix].sum(-1) if i else torch.zeros_like(log_prior)
-    posterior = (log_prior.float() + seen).softmax(-1)
-    return (posterior.unsqueeze(-1) * position_log_q[:, i].float().exp()).sum(0)
+    posterior = (_real(log_prior) + _real(seen)).softmax(-1)
+    return (posterior.unsqueeze(-1) * _real(position_log_q[:, i]).exp()).sum(0)
+
+
+def accept_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
+    """min(1, p(x) / q(x)) elementwise; zero where p(x) is zero, whatever q says."""
+    ratio = (p_x / q_x.clamp(min=torch.finfo(p_x.dtype).tiny)).clamp(max=1.0)
+    return torch.where(p_x > 0, ratio, torch.zeros_like(ratio))
 
 
 def acceptance_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
@@ -112,10 +132,8 @@ def acceptance_probability(p: Tensor, q: Tensor, token: Tensor) -> Tensor:
         p, q: (..., V).
         token: (...,) drafted token.
     """
-    p_x = p.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    q_x = q.gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    ratio = (p_x / q_x.clamp(min=torch.finfo(p.dtype).tiny)).clamp(max=1.0)
-    return torch.where(p_x > 0, ratio, torch.zeros_like(ratio))
+    index = token.unsqueeze(-1)
+    return accept_ratio(p.gather(-1, index).squeeze(-1), q.gather(-1, index).squeeze(-1))
 
 
 def residual_distribution(p: Tensor, q: Tensor) -> Tensor:
@@ -127,3 +145,141 @@ def residual_distribution(p: Tensor, q: Tensor) -> Tensor:
     rest = (p - q).clamp(min=0.0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total > 0, rest / total.clamp(min=torch.finfo(p.dtype).tiny), p)
+
+
+# -- whole blocks, as the decoding loop verifies them ------------------------------------------
+
+
+def probability_on_support(tokens: Tensor, p: Tensor, x: Tensor) -> Tensor:
+    """p(x) read off a support, zero outside: (..., W), (..., W) and (...,) to (...,)."""
+    return (p * (tokens == x.unsqueeze(-1))).sum(-1)
+
+
+def soft_block_conditional(log_q: Tensor, log_prior: Tensor) -> Tensor:
+    """q(x_i | y, x_<i) of a drafted block under the soft mixture, category summed out (eq. 12).
+
+    The same quantity as ``conditional_log_q(...).exp()``, as a sum over the
+    posterior of the category: exact for K = 1 and without differences of sums.
+
+    Args:
+        log_q: (N, K, b) log q_i(x_i | y, z).
+        log_prior: (N, K).
+
+    Returns:
+        (N, b).
+    """
+    return (soft_posterior(log_q, log_prior)[..., :-1] * _real(log_q).exp()).sum(1)
+
+
+def soft_posterior(log_q: Tensor, log_prior: Tensor) -> Tensor:
+    """q(z | y, x_{<=i}) after every number i = 0..b of drafted tokens: (N, K, b), (N, K) to (N, K, b + 1)."""
+    seen = torch.cat([_real(log_prior).unsqueeze(-1), _real(log_q)], dim=-1).cumsum(-1)
+    return seen.softmax(1)
+
+
+def greedy_branch_at(
+    branch_tokens: Tensor, log_prior: Tensor, drafted: Tensor, slot: Tensor, candidates: Tensor
+) -> Tensor:
+    """q_greedy(v | y, x_<i) of candidate tokens at one slot of every block (eq. 20).
+
+    Args:
+        branch_tokens: (N, K, b) greedy token of every branch.
+        log_prior: (N, K) at the category temperature in use.
+        drafted: (N, b) drafted blocks, each one of its branches.
+        slot: (N,) number of accepted tokens, 0..b.
+        candidates: (N, W) tokens.
+
+    Returns:
+        (N, W); zero everywhere for slot = b, where nothing is drafted.
+    """
+    rows = torch.arange(len(slot), device=slot.device)
+    alive = agreement(branch_tokens, drafted)[rows, :, slot]
+    mass = _real(log_prior).exp() * alive
+    posterior = mass / mass.sum(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+    inside = slot < branch_tokens.shape[-1]
+    next_tokens = branch_tokens[rows, :, slot.clamp(max=branch_tokens.shape[-1] - 1)]
+    match = next_tokens.unsqueeze(-1) == candidates.unsqueeze(1)
+    return (posterior.unsqueeze(-1) * match).sum(1) * inside.unsqueeze(-1)
+
+
+def soft_at(position_log_q: Tensor, log_prior: Tensor, log_q: Tensor, slot: Tensor, candidates: Tensor) -> Tensor:
+    """q(v | y, x_<i) of candidate tokens at one slot of every block, soft mixture (eq. 12).
+
+    Args:
+        position_log_q: (N, K, b, V') log q_i(. | y, z).
+        log_prior: (N, K).
+        log_q: (N, K, b) the same of the drafted tokens.
+        slot: (N,) number of accepted tokens, 0..b.
+        candidates: (N, W) columns of ``position_log_q``; negative ones have q = 0.
+
+    Returns:
+        (N, W); zero everywhere for slot = b.
+    """
+    rows = torch.arange(len(slot), device=slot.device)
+    posterior = soft_posterior(log_q, log_prior)[rows, :, slot]
+    length = position_log_q.shape[2]
+    index = candidates.clamp(min=0)
+    here = position_log_q[rows, :, slot.clamp(max=length - 1)]
+    here = here.gather(-1, index.unsqueeze(1).expand(-1, here.shape[1], -1))
+    q = (posterior.unsqueeze(-1) * _real(here).exp()).sum(1)
+    return q * ((candidates >= 0) & (slot < length).unsqueeze(-1))
+
+
+def leading_accepts(acceptance: Tensor, uniform: Tensor) -> Tensor:
+    """How many leading tokens of each block are accepted: (N, b), (N, b) to (N,).
+
+    A token is accepted when its uniform number in [0, 1) lies strictly below its
+    acceptance probability: never at probability 0, always at 1.
+    """
+    return (uniform < acceptance).long().cumprod(-1).sum(-1)
+
+
+@dataclass
+class BlockOutcome:
+    """What verification made of N blocks.
+
+    Attributes:
+        accepted: (N,) number of accepted draft tokens, 0..b.
+        token: (N,) the target's own token after them: replacement, or bonus after b accepted ones.
+        acceptance: (N, b) acceptance probability of every drafted token given its drafted predecessors.
+    """
+
+    accepted: Tensor
+    token: Tensor
+    acceptance: Tensor
+
+
+def verify_block(
+    drafted: Tensor,
+    q_drafted: Tensor,
+    q_at: Callable[[Tensor, Tensor], Tensor],
+    tokens: Tensor,
+    p: Tensor,
+    generator: torch.Generator | None = None,
+    uniform: Tensor | None = None,
+) -> BlockOutcome:
+    """Token verification of whole blocks (Algorithm 1): accept, replace, or add the bonus token.
+
+    Draft token i is accepted with probability min(1, p / q). At the first
+    rejection the replacement comes from norm([p - q]_+); after b accepted tokens
+    the bonus comes from p, which is the same formula with q = 0.
+
+    Args:
+        drafted: (N, b) drafted tokens.
+        q_drafted: (N, b) q(x_i | y, x_<i) of those, category summed out.
+        q_at: maps (slot (N,), candidates (N, W)) to q(. | y, drafted prefix of that
+            length) as (N, W), zero for slot = b: :func:`greedy_branch_at` or
+            :func:`soft_at` with all but their last two arguments given.
+        tokens, p: (N, b + 1, W) the target's support and probabilities at every slot.
+        generator: on the device of p, for the uniform numbers and the last draw.
+        uniform: (N, b) in [0, 1), instead of numbers drawn from ``generator``.
+    """
+    if uniform is None:
+        uniform = torch.rand(drafted.shape, generator=generator, device=p.device)
+    acceptance = accept_ratio(probability_on_support(tokens[:, :-1], p[:, :-1], drafted), q_drafted)
+    accepted = leading_accepts(acceptance, uniform)
+    rows = torch.arange(len(accepted), device=accepted.device)
+    candidates, p_here = tokens[rows, accepted], p[rows, accepted]
+    law = residual_distribution(p_here, q_at(accepted, candidates))
+    drawn = torch.multinomial(law, 1, generator=generator)
+    return BlockOutcome(accepted, candidates.gather(-1, drawn).squeeze(-1), acceptance)
