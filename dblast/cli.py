@@ -1,4 +1,4 @@
-"""Command line: ``python -m dblast fetch | profiles | train | reproduce``."""
+"""Command line: ``python -m dblast fetch | profiles | train | generate | reproduce``."""
 
 from __future__ import annotations
 
@@ -122,6 +122,38 @@ def _show_scores(plan, folder: Path, accepted_length, choose_category_temperatur
             f"n = {estimate.n} prompts{note}",
             fg=typer.colors.GREEN,
         )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="What to answer.")],
+    drafter: Annotated[Path | None, typer.Option(help="Folder of a trained drafter (default: K = 4 AL of cpu).")] = None,
+    target: Annotated[str, typer.Option(help="The drafter's target: smollm2, a folder or a Hugging Face id.")] = "smollm2",
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 20,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 0.95,
+    category_temperature: Annotated[float, typer.Option(help="Z_T; 0 takes the likeliest category.")] = 1.0,
+    mode: Annotated[str, typer.Option(help="greedy_branch, soft or independent.")] = "greedy_branch",
+    max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+) -> None:
+    """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour."""
+    from dblast.demo import decode_and_compare
+    from dblast.sampling import SamplingSettings
+
+    settings = SamplingSettings(temperature, top_k, top_p) if temperature else None
+    view, timing = decode_and_compare(
+        prompt,
+        drafter,
+        target,
+        settings,
+        category_temperature=category_temperature,
+        mode=mode,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    typer.echo(view.ansi())
+    typer.secho(f"{view.summary}, {timing}", fg=typer.colors.GREEN)
 
 
 @app.command()

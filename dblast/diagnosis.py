@@ -54,7 +54,7 @@ def marginals(blocks: Tensor, log_p: Tensor, given_first: int | None = None) -> 
     if given_first is not None:
         weight = weight * (blocks[:, 0] == given_first)
         weight = weight / weight.sum()
-    ones = (weight.unsqueeze(-1) * blocks).sum(0)
+    ones = (weight.unsqueeze(-1) * blocks).sum(0).clamp(0.0, 1.0)  # rounding may leave the interval
     return torch.stack([1 - ones, ones], dim=-1).float()
 
 

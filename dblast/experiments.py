@@ -84,7 +84,8 @@ def prepare_target(plan: Plan, fresh: bool = False) -> Path | None:
                 progress=show,
                 record_every=max(1, plan.tiny.steps // 20),
             )
-        model.save_pretrained(folder)
+        with quiet_loading():
+            model.save_pretrained(folder)
         synthetic.tokenizer().save_pretrained(folder)
         (folder / "history.json").write_text(json.dumps(history))
 
@@ -246,7 +247,8 @@ def start_drafter(plan: Plan, target: Target, trajectories: TrajectorySet) -> DB
     """The untrained drafter of a plan, attached to its target."""
     shape = plan.drafter
     if shape.start not in ("random", "target"):
-        return load_dflash(shape.start).to(target.device).attach(target.model)
+        # Published checkpoints are bfloat16; training wants float32 master weights.
+        return load_dflash(shape.start).float().to(target.device).attach(target.model)
     config = DBlastConfig.for_target(
         target.model.config,
         num_layers=shape.layers,
@@ -301,7 +303,8 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
 
 
 def _finish(drafter: DBlastDrafter, history: list[dict], folder: Path) -> None:
-    drafter.save_pretrained(folder)
+    with quiet_loading():
+        drafter.save_pretrained(folder)
     (folder / "history.json").write_text(json.dumps(history))
     (folder / "run" / "state.pt").unlink(missing_ok=True)
 

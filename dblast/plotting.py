@@ -111,12 +111,12 @@ def training_figure(history: pd.DataFrame, target: str) -> Figure:
     figure, panels = plt.subplots(2, 2, figsize=(6.8, 4.4), layout="constrained", sharex="col")
     pre = rows[rows.stage == "pretrain"]
     fine = rows[(rows.stage == "finetune") & rows.K.isin([1, 4]) & (rows.construction == "all_prefixes")]
-    for axes, column in ((panels[0, 0], "loss"), (panels[1, 0], "accepted_per_anchor")):
+    for axes, column in ((panels[0, 0], "training_loss"), (panels[1, 0], "accepted_per_anchor")):
         axes.plot(pre.anchors / 1000, pre[column], color="#009E73", marker="o", ms=3)
     for (k, loss), part in fine.groupby(["K", "loss"]):
         colour = METHOD_COLOURS[_method(k, loss)]
-        mean = part.groupby("anchors")[["loss", "accepted_per_anchor"]].mean().reset_index()
-        for axes, column in ((panels[0, 1], "loss"), (panels[1, 1], "accepted_per_anchor")):
+        mean = part.groupby("anchors")[["training_loss", "accepted_per_anchor"]].mean().reset_index()
+        for axes, column in ((panels[0, 1], "training_loss"), (panels[1, 1], "accepted_per_anchor")):
             axes.plot(mean.anchors / 1000, mean[column], color=colour, marker="o", ms=3, label=f"K = {k}, {loss}")
     panels[0, 0].set(title="pre-training (decayed cross-entropy)", ylabel="loss (nats per token)")
     panels[0, 1].set(title="fine-tuning (mean over seeds)", ylabel="loss (nats per block)")

@@ -190,10 +190,12 @@ TINY = Plan(
     target="tiny",
     label="tiny",
     tiny=TinyTargetConfig(),
-    data=DataConfig(prompts="synthetic", training_prompts=1536, batch_size=256),
+    data=DataConfig(prompts="synthetic", training_prompts=1536, evaluation_per_task=32, batch_size=256),
     drafter=DrafterConfig(layers=2, taps=(0, 1, 2), start="random"),
-    pretrain=TrainingConfig(loss="CE", steps=1500, learning_rate=2e-3, sequences=16, anchors=16, evaluate_every=250),
-    finetune=TrainingConfig(steps=400, learning_rate=1e-3, sequences=8, anchors=16, evaluate_every=100),
+    pretrain=TrainingConfig(
+        loss="CE", optimizer="muon", steps=1200, learning_rate=2e-3, sequences=16, anchors=16, evaluate_every=200
+    ),
+    finetune=TrainingConfig(steps=250, learning_rate=1e-3, sequences=8, anchors=16, evaluate_every=50),
     variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION,
     seeds=(0, 1, 2),
 )
@@ -201,16 +203,23 @@ TINY = Plan(
 SMOLLM2 = Plan(
     target="smollm2",
     label="smollm2",
-    data=DataConfig(training_prompts=1024, training_tokens=64, evaluation_per_task=32, evaluation_tokens=64),
-    drafter=DrafterConfig(layers=2, draft_vocabulary=8192),
+    data=DataConfig(training_prompts=768, training_tokens=64, evaluation_per_task=24, evaluation_tokens=64),
+    drafter=DrafterConfig(layers=2, taps=(1, 14, 27), draft_vocabulary=8192),
     pretrain=TrainingConfig(
-        loss="CE", steps=400, learning_rate=5e-4, sequences=8, anchors=32, precision="bfloat16", evaluate_every=100
+        loss="CE",
+        optimizer="muon",
+        steps=250,
+        learning_rate=1e-3,
+        matrix_learning_rate=0.01,
+        sequences=8,
+        anchors=32,
+        precision="bfloat16",
+        evaluate_every=50,
     ),
     finetune=TrainingConfig(
-        steps=100, learning_rate=2e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=50
+        steps=60, learning_rate=3e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=20
     ),
     precision="bfloat16",
-    parallel=False,
 )
 
 
@@ -251,9 +260,9 @@ PROFILES: dict[str, Profile] = {
             replace(
                 TINY,
                 tiny=TinyTargetConfig(steps=200),
-                data=replace(TINY.data, training_prompts=384, evaluation_per_task=16),
-                pretrain=replace(TINY.pretrain, steps=300, evaluate_every=100),
-                finetune=replace(TINY.finetune, steps=100, evaluate_every=50),
+                data=replace(TINY.data, training_prompts=512, evaluation_per_task=16),
+                pretrain=replace(TINY.pretrain, steps=200, evaluate_every=100),
+                finetune=replace(TINY.finetune, steps=80, evaluate_every=40),
                 variants=MAIN,
                 seeds=(0,),
             ),
@@ -261,16 +270,15 @@ PROFILES: dict[str, Profile] = {
                 SMOLLM2,
                 data=replace(
                     SMOLLM2.data,
-                    training_prompts=64,
+                    training_prompts=48,
                     training_tokens=24,
                     evaluation_per_task=4,
                     evaluation_tokens=24,
                     settings=("high", "low"),
                     calibration_fraction=0.25,
                 ),
-                pretrain=replace(SMOLLM2.pretrain, steps=12, evaluate_every=12),
-                finetune=replace(SMOLLM2.finetune, steps=6, evaluate_every=6),
-                variants=MAIN,
+                pretrain=replace(SMOLLM2.pretrain, steps=10, sequences=4, anchors=16, evaluate_every=10),
+                finetune=replace(SMOLLM2.finetune, steps=5, anchors=16, evaluate_every=5),
             ),
         ),
     ),

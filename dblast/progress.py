@@ -24,14 +24,15 @@ INTERVAL = "DBLAST_PROGRESS_SECONDS"
 
 
 @contextmanager
-def progress(total: int, description: str, unit: str = "step", initial: int = 0) -> Iterator[tqdm]:
-    """A tqdm bar with rate and time left, on stderr or in the file that ``DBLAST_PROGRESS`` names."""
+def progress(total: int, description: str | None, unit: str = "step", initial: int = 0) -> Iterator[tqdm]:
+    """A tqdm bar with rate and time left, on stderr or in the file that ``DBLAST_PROGRESS`` names; None hides it."""
     path = os.environ.get(VARIABLE)
     file = open(path, "a", encoding="utf-8") if path else sys.stderr  # noqa: SIM115
     try:
         with tqdm(
             total=total,
             desc=description,
+            disable=description is None,
             unit=unit,
             unit_scale=total > 10_000,
             initial=initial,

@@ -63,6 +63,8 @@ def score(
 ) -> pd.DataFrame:
     """Replay a drafter on trajectories.
 
+    A bar is shown if ``description`` is given.
+
     Returns:
         One row per trajectory and category temperature with ``prompt_id, task,
         category_temperature, emitted`` (response tokens), ``passes`` (expected
@@ -77,7 +79,7 @@ def score(
     temperatures = [1.0] if single else list(category_temperatures)
     b = drafter.config.block_length
     rows = []
-    with progress(len(trajectories), description or "scoring", unit="trajectory") as bar:
+    with progress(len(trajectories), description, unit="trajectory") as bar:
         for trajectory in trajectories:
             accept = trajectory_acceptance(drafter, trajectory, temperatures, proposal, precision)
             n = accept.shape[1]

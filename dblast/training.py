@@ -21,6 +21,9 @@ from dblast.progress import progress
 from dblast.trajectories import Trajectory
 
 
+OPTIMIZERS = ("adamw", "muon")
+
+
 @dataclass(frozen=True)
 class TrainingConfig:
     """Everything that determines a training run, given its data and its start.
@@ -29,8 +32,11 @@ class TrainingConfig:
         loss: "CE" (DFlash's decayed cross-entropy), "NLL" or "AL".
         construction, tau: of the AL loss (Table 4, eq. 15).
         steps: optimiser steps.
+        optimizer: "adamw" (the paper's Adam), or "muon": orthogonalised momentum
+            (Jordan et al., 2024) for weight matrices, AdamW for everything else.
         learning_rate, warmup_ratio, max_norm: AdamW without weight decay, linear
             warm-up, cosine decay to zero, gradient clipping (Table 8).
+        matrix_learning_rate: Muon's, on the same schedule.
         sequences, anchors: trajectories per step and anchors per trajectory.
         seed: order of data.
         precision: "float32", or "bfloat16" for autocast (losses stay float32).
@@ -44,7 +50,9 @@ class TrainingConfig:
     construction: str = "all_prefixes"
     tau: float = 0.1
     steps: int = 400
+    optimizer: str = "adamw"
     learning_rate: float = 1e-3
+    matrix_learning_rate: float = 0.02
     warmup_ratio: float = 0.04
     max_norm: float = 1.0
     sequences: int = 4
@@ -61,11 +69,14 @@ class TrainingConfig:
             raise DBlastError(f"unknown AL construction {self.construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
         if self.precision not in ("float32", "bfloat16"):
             raise DBlastError(f"precision must be float32 or bfloat16, got {self.precision!r}")
+        if self.optimizer not in OPTIMIZERS:
+            raise DBlastError(f"unknown optimizer {self.optimizer!r}; known optimizers: {', '.join(OPTIMIZERS)}")
         for name in ("steps", "sequences", "anchors", "evaluate_every", "checkpoint_every"):
             if getattr(self, name) < 1:
                 raise DBlastError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if not self.learning_rate > 0:
-            raise DBlastError(f"learning_rate must be positive, got {self.learning_rate}")
+        for name in ("learning_rate", "matrix_learning_rate"):
+            if not getattr(self, name) > 0:
+                raise DBlastError(f"{name} must be positive, got {getattr(self, name)}")
 
 
 def learning_rate_factor(step: int, config: TrainingConfig) -> float:
@@ -99,12 +110,27 @@ def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     os.replace(scratch, path)
 
 
+def make_optimizers(drafter: DBlastDrafter, config: TrainingConfig) -> list[torch.optim.Optimizer]:
+    """The run's optimisers; each group remembers its peak rate as ``peak``."""
+    parameters = list(drafter.parameters())
+    matrices = [p for p in parameters if p.ndim == 2] if config.optimizer == "muon" else []
+    taken = {id(p) for p in matrices}
+    rest = [p for p in parameters if id(p) not in taken]
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)]
+    if matrices:
+        made.append(torch.optim.Muon(matrices, lr=config.matrix_learning_rate, weight_decay=0.0))
+    for optimizer in made:
+        for group in optimizer.param_groups:
+            group["peak"] = group["lr"]
+    return made
+
+
 class Trainer:
     """One run: model, optimiser, schedule and data order, with a state that can be stored and restored."""
 
     def __init__(self, drafter: DBlastDrafter, trajectories: Sequence[Trajectory], config: TrainingConfig):
         self.drafter, self.config, self.step = drafter, config, 0
-        self.optimizer = torch.optim.AdamW(drafter.parameters(), lr=config.learning_rate, weight_decay=0.0)
+        self.optimizers = make_optimizers(drafter, config)
         self.sampler = AnchorSampler(
             trajectories,
             block_length=drafter.config.block_length,
@@ -117,18 +143,20 @@ class Trainer:
 
     def advance(self) -> float:
         """One optimiser step; returns the loss."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * learning_rate_factor(self.step, self.config)
+        factor = learning_rate_factor(self.step, self.config)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            group["lr"] = group["peak"] * factor
         self.drafter.train()
         loss = batch_loss(self.drafter, self.sampler.next().to(self.drafter.device), self.config)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.drafter.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_norm)
         if not torch.isfinite(norm):
             raise DBlastError(
                 f"gradient is not finite at step {self.step} (loss {loss.item():.3g}); lower the learning rate"
             )
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.step += 1
         return loss.item()
 
@@ -138,7 +166,7 @@ class Trainer:
             "config": json.dumps(dataclasses.asdict(self.config), sort_keys=True),
             "step": self.step,
             "model": self.drafter.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "sampler": self.sampler.state(),
             "history": self.history,
             "recent": self.recent,
@@ -162,7 +190,8 @@ class Trainer:
             self.drafter.load_state_dict(state["model"])
         except RuntimeError as error:
             raise ArtefactError(f"checkpoint {path} is of a drafter of another shape; use another folder") from error
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(stored)
         self.sampler.load_state(state["sampler"])
         self.step, self.history, self.recent = state["step"], state["history"], state["recent"]
 

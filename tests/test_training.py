@@ -141,6 +141,8 @@ def test_sampler_goes_on_from_a_stored_state(trajectories):
     "settings, words",
     [
         ({"loss": "KL"}, ["'KL'", "NLL", "AL", "CE"]),
+        ({"optimizer": "sgd"}, ["'sgd'", "adamw", "muon"]),
+        ({"matrix_learning_rate": 0.0}, ["matrix_learning_rate"]),
         ({"construction": "half"}, ["'half'", "all_prefixes"]),
         ({"precision": "float16"}, ["'float16'", "bfloat16"]),
         ({"steps": 0}, ["steps", "0"]),
@@ -194,10 +196,12 @@ def mean_accepted(trajectories):
     return evaluate
 
 
-@pytest.mark.parametrize("loss", ["CE", "NLL", "AL"])
+@pytest.mark.parametrize(
+    ("loss", "optimizer"), [("CE", "adamw"), ("NLL", "adamw"), ("AL", "adamw"), ("CE", "muon"), ("AL", "muon")]
+)
 @pytest.mark.parametrize("stops", [[10], [7, 13]], ids=["one-stop", "two-stops"])
-def test_stopping_and_going_on_changes_nothing(llama, make_drafter, trajectories, tmp_path, loss, stops):
-    config = replace(SMALL, loss=loss)
+def test_stopping_and_going_on_changes_nothing(llama, make_drafter, trajectories, tmp_path, loss, optimizer, stops):
+    config = replace(SMALL, loss=loss, optimizer=optimizer)
     evaluate = mean_accepted(trajectories)
     whole = make_drafter(llama, random_heads=False)
     history = train(whole, trajectories, config, tmp_path / "whole", evaluate=evaluate)

@@ -1,0 +1,111 @@
+"""Decoded text with the origin of every token told apart by colour, for terminals and notebooks."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
+
+from dblast.errors import DBlastError
+
+if TYPE_CHECKING:
+    from dblast.generate import Generated
+
+#: Kind of token: (HTML background, ANSI code, what it is).
+KINDS = {
+    "accepted": ("#cdeed6", "32", "accepted draft token"),
+    "replacement": ("#fbd0c9", "31;1", "replacement after a rejection"),
+    "bonus": ("#cfe0fc", "34;1", "bonus token after a fully accepted block"),
+}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text of one token (of several, where a character spans them): what it is and which pass emitted it."""
+
+    text: str
+    kind: str
+    step: int
+
+
+@dataclass(frozen=True)
+class BlockView:
+    """Shown as HTML by a notebook, as ANSI colours by :meth:`ansi`, as bare text by ``str``."""
+
+    pieces: tuple[Piece, ...]
+    accepted_length: float
+    passes: int
+
+    @property
+    def summary(self) -> str:
+        """One line: tokens, passes, accepted length without the pass's own token."""
+        return (
+            f"{self.passes} target passes, accepted length {self.accepted_length:.2f} "
+            f"({self.accepted_length + 1:.2f} tokens per pass)"
+        )
+
+    def __str__(self) -> str:
+        return "".join(piece.text for piece in self.pieces)
+
+    def ansi(self) -> str:
+        """The text in terminal colours, then a legend."""
+        text = "".join(f"\x1b[{KINDS[piece.kind][1]}m{piece.text}\x1b[0m" for piece in self.pieces if piece.text)
+        legend = "  ".join(f"\x1b[{code}m{name}\x1b[0m" for name, (_, code, _) in KINDS.items())
+        return f"{text}\n\n{legend}"
+
+    def _repr_html_(self) -> str:
+        spans = []
+        for number, piece in enumerate(self.pieces):
+            first = number == 0 or self.pieces[number - 1].step != piece.step
+            edge = "border-left:2px solid #555;" if first else ""
+            background, _, meaning = KINDS[piece.kind]
+            spans.append(
+                f'<span title="pass {piece.step + 1}: {meaning}" style="background:{background};{edge}">'
+                f"{html.escape(piece.text)}</span>"
+            )
+        legend = " ".join(
+            f'<span style="background:{background};padding:0 4px">{meaning}</span>'
+            for background, _, meaning in KINDS.values()
+        )
+        return (
+            '<div style="color:#111;background:#fff;padding:6px">'
+            f'<div style="white-space:pre-wrap;line-height:1.6">{"".join(spans)}</div>'
+            f'<div style="margin-top:6px;font-size:85%">{legend} &nbsp; {self.summary}</div></div>'
+        )
+
+
+def show_blocks(generated: Generated, tokenizer: PreTrainedTokenizerBase, row: int = 0) -> BlockView:
+    """Which tokens of a decoded sequence were drafted, and which are the target's own (Algorithm 1).
+
+    Args:
+        generated: result of :func:`dblast.generate.generate`.
+        tokenizer: the target's.
+        row: which of its prompts.
+
+    Returns:
+        A view of the new tokens; leave it as the last value of a notebook cell to see it.
+
+    Raises:
+        DBlastError: there is no such row.
+    """
+    if not 0 <= row < len(generated.tokens):
+        raise DBlastError(f"there is no row {row}; the result has rows 0..{len(generated.tokens) - 1}")
+    steps, tokens = generated.steps[row], generated.tokens[row].tolist()
+    kinds = [
+        (kind, number)
+        for number, step in enumerate(steps)
+        for kind in ["accepted"] * (step.emitted - 1) + [step.ending]
+    ]
+    pieces, shown = [], ""
+    for count, (kind, number) in enumerate(kinds, start=1):
+        text = tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False)
+        # A character whose bytes are not complete yet appears with the token that completes it.
+        if text.endswith("\ufffd") and count < len(kinds):
+            pieces.append(Piece("", kind, number))
+            continue
+        pieces.append(Piece(text[len(shown) :], kind, number))
+        shown = text
+    accepted = sum(step.accepted for step in steps)
+    return BlockView(tuple(pieces), accepted / len(steps), len(steps))
