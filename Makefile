@@ -5,12 +5,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup fetch reproduce test lab notebooks clean
+.PHONY: help setup fetch reproduce test lab notebooks benchmark clean
 
 help:
 	@echo "make reproduce [PROFILE=cpu|smoke]  run all notebooks, regenerate every figure and table"
 	@echo "make test                           pytest, nbval over the notebooks, smoke reproduction"
 	@echo "make lab                            JupyterLab on the notebooks"
+	@echo "make benchmark                      time of a speculative step against a bare target pass"
 	@echo "make notebooks                      refresh the committed outputs from the kept results"
 
 # The environment is rebuilt when its definition changes.
@@ -32,12 +33,16 @@ test: fetch
 	$(BIN)/python -m pytest
 	$(BIN)/python -m pytest --nbval --nbval-current-env notebooks
 	$(BIN)/python -m dblast reproduce --profile smoke --fresh
+	$(BIN)/python -m pytest tests/after_smoke
 
 lab: fetch
 	$(BIN)/jupyter lab notebooks
 
 notebooks: $(READY)
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/[0-9][0-9]_*.ipynb
+
+benchmark: fetch
+	$(BIN)/python benchmarks/step_latency.py
 
 clean:
 	rm -rf runs build .pytest_cache

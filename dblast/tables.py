@@ -41,7 +41,7 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{self.name}.{suffix}" for suffix in ("csv", "md", "tex")]
         self.rows.round(6).to_csv(paths[0], index=False)
-        text = self.display.to_markdown()
+        text = self.display.reset_index().to_markdown(index=False)
         paths[1].write_text(f"**{self.title}.** {self.caption}\n\n{text}\n", encoding="utf-8")
         latex = self.display.to_latex(escape=True, caption=f"{self.title}. {self.caption}", label=f"tab:{self.name}")
         paths[2].write_text(latex, encoding="utf-8")

@@ -1,0 +1,108 @@
+"""What the smoke reproduction must have left behind. Run by `make test` after it, not by plain pytest.
+
+Claims are not asserted here, with one exception: effects that are many standard
+errors wide at this size, as a check against regressions.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+from dblast.estimates import difference, held_out_at_chosen
+from dblast.experiments import (
+    evaluation_prompts,
+    open_drafter,
+    open_target,
+    prepare_trajectories,
+    variant_stage,
+)
+from dblast.generate import generate
+from dblast.paths import FIGURES, RUNS
+from dblast.profiles import Variant, get_profile
+from dblast.replay import ratio_with_influence, standard_error
+from dblast.results import TABLES, open_table, read_provenance
+from dblast.sampling import get_setting
+from dblast.scoring import score
+
+PROFILE = get_profile("smoke")
+TINY = PROFILE.plan("tiny")
+
+
+@pytest.fixture(autouse=True)
+def cache_folder(monkeypatch):
+    """The cache of the smoke run instead of the empty one that other tests get."""
+    folder = RUNS / "smoke" / "cache"
+    if not folder.exists():
+        pytest.fail("no smoke run here: run `make test`, or `python -m dblast reproduce --profile smoke --fresh` first")
+    monkeypatch.setenv("DBLAST_CACHE", str(folder))
+    return folder
+
+
+def test_every_result_table_was_made_with_provenance():
+    record = read_provenance("smoke")
+    for plan in PROFILE.plans:
+        for table in TABLES:
+            entry = record[f"{plan.label}-{table}.parquet"]
+            assert entry["packages"]["torch"] and entry["seconds"] >= 0
+
+
+def test_figures_and_tables_are_there_and_not_empty():
+    folder = FIGURES / "smoke"
+    names = ["mismatch", "determinism", "gains", "figure3", "figure2_tiny", "figure2_smollm2", "training_tiny"]
+    for name in names:
+        for suffix in ("pdf", "png", "csv", "txt"):
+            assert (folder / f"{name}.{suffix}").stat().st_size > 50
+    for name in ("table1", "table2_tiny", "table2_smollm2", "table3_tiny", "table8"):
+        for suffix in ("csv", "md", "tex"):
+            assert (folder / "tables" / f"{name}.{suffix}").stat().st_size > 50
+
+
+def test_tiny_target_is_close_to_its_language():
+    last = open_table(PROFILE, "tiny", "target").iloc[-1]
+    assert last.entropy - 0.02 < last.held_out_loss < last.entropy + 0.15
+
+
+def test_accepted_length_falls_with_determinism():
+    scores = open_table(PROFILE, "tiny", "scores")
+    rows = held_out_at_chosen(scores)
+    base = rows[rows.method == "DFlash"]
+    means = base.groupby("setting")[["emitted", "passes"]].sum()
+    lengths = (means.emitted - means.passes) / means.passes
+    assert lengths["high"] > lengths["medium"] > lengths["low"]
+
+
+def test_four_likelihood_branches_beat_one_at_high_determinism():
+    rows = held_out_at_chosen(open_table(PROFILE, "tiny", "scores"))
+    rows = rows[(rows.setting == "high") & (rows.loss == "NLL")]
+    estimate = difference(rows[rows.K == 4], rows[rows.K == 1], macro=True)
+    assert estimate.value > 2 * estimate.standard_error
+
+
+@pytest.mark.parametrize("categories", [1, 4])
+@pytest.mark.parametrize("setting", ["high", "low"])
+def test_replay_and_online_decoding_agree_on_the_trained_target(categories, setting):
+    """Same prompts and setting, two independent sets of texts: within two standard errors (three seeds pooled)."""
+    target = open_target(TINY)
+    drafter = open_drafter(variant_stage(TINY, Variant(categories, "NLL"), 0).folder, target)
+    stored = list(prepare_trajectories(TINY, setting))
+    replayed = score(drafter, stored, (1.0,)).sort_values("prompt_id")
+    prompts = sorted(evaluation_prompts(TINY, target), key=lambda prompt: prompt.prompt_id)
+    assert [prompt.prompt_id for prompt in prompts] == replayed.prompt_id.tolist()
+    emitted, passes = np.zeros(len(prompts)), np.zeros(len(prompts))
+    for seed in range(3):
+        result = generate(
+            target,
+            drafter,
+            [prompt.ids for prompt in prompts],
+            get_setting(setting),
+            max_new_tokens=TINY.data.evaluation_tokens,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        emitted += [len(tokens) for tokens in result.tokens]
+        passes += [len(steps) for steps in result.steps]
+    online, online_influence = ratio_with_influence(emitted - passes, passes)
+    n, v = replayed.emitted.to_numpy(), replayed.passes.to_numpy()
+    offline, offline_influence = ratio_with_influence(n - v, v)
+    error = np.hypot(standard_error(online_influence), standard_error(offline_influence))
+    assert online > 0.3
+    assert abs(online - offline) < 2 * error, f"online {online:.3f}, replay {offline:.3f}, error {error:.3f}"
