@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or set PYTHON=/path/to/it"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
-	touch $(READY)
+	@touch $(READY)
 
 setup: $(READY)
 
@@ -39,7 +39,7 @@ lab: fetch
 	$(BIN)/jupyter lab notebooks
 
 notebooks: $(READY)
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False notebooks/[0-9][0-9]_*.ipynb
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
 
 benchmark: fetch
 	$(BIN)/python benchmarks/step_latency.py

@@ -97,7 +97,8 @@ class AnchorSampler:
         anchors: int,
         generator: torch.Generator,
     ):
-        self.trajectories = list(trajectories)
+        # Kept as given: a list in memory is fast, a TrajectorySet reads rows from disk as they are drawn.
+        self.trajectories = trajectories
         self.block_length, self.sequences, self.anchors = block_length, sequences, anchors
         self.generator = generator
         self._order: list[int] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from functools import cache
@@ -39,7 +40,7 @@ from dblast.stages import Stage
 from dblast.targets import Target, load_target, wrap_target
 from dblast.tiny import train_tiny_target
 from dblast.training import train
-from dblast.trajectories import EncodedPrompt, TrajectorySet, sample_trajectories
+from dblast.trajectories import EncodedPrompt, Trajectory, TrajectorySet, sample_trajectories
 
 #: Modules whose code determines each stage's result.
 _TARGET_CODE = ("tiny", "synthetic", "grammar")
@@ -248,7 +249,13 @@ def start_drafter(plan: Plan, target: Target, trajectories: TrajectorySet) -> DB
     shape = plan.drafter
     if shape.start not in ("random", "target"):
         # Published checkpoints are bfloat16; training wants float32 master weights.
-        return load_dflash(shape.start).float().to(target.device).attach(target.model)
+        drafter = load_dflash(shape.start).float()
+        if drafter.config.target_layer_ids != taps(plan, target):
+            raise DBlastError(
+                f"{shape.start} taps target layers {drafter.config.target_layer_ids}, the plan {taps(plan, target)}; "
+                "set the plan's taps to the checkpoint's"
+            )
+        return drafter.to(target.device).attach(target.model)
     config = DBlastConfig.for_target(
         target.model.config,
         num_layers=shape.layers,
@@ -263,6 +270,14 @@ def start_drafter(plan: Plan, target: Target, trajectories: TrajectorySet) -> DB
     if shape.start == "target":
         start_from_target(drafter, target, tap_scales(trajectories, len(config.target_layer_ids)), shape.start_layers)
     return drafter.attach(target.model)
+
+
+#: Training sets up to this size are held in memory; larger ones are read from disk as they are drawn.
+MEMORY_LIMIT_BYTES = 4 * 2**30
+
+
+def _held(stored: TrajectorySet) -> Sequence[Trajectory]:
+    return list(stored) if stored.nbytes < MEMORY_LIMIT_BYTES else stored
 
 
 def _curve(plan: Plan):
@@ -290,7 +305,7 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
         if plan.drafter.start in ("random", "target"):
             history = train(
                 drafter,
-                list(stored),
+                _held(stored),
                 plan.pretrain,
                 folder / "run",
                 evaluate=_curve(plan),
@@ -337,7 +352,7 @@ def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None
         drafter = add_categories(pretrained, variant.K, seed)
         history = train(
             drafter,
-            list(prepare_trajectories(plan, "training")),
+            _held(prepare_trajectories(plan, "training")),
             plan.finetune_config(variant, seed),
             folder / "run",
             evaluate=_curve(plan),

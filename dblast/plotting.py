@@ -20,7 +20,7 @@ LOSS_COLOURS = {"NLL": METHOD_COLOURS["DFlash+DS"], "AL": METHOD_COLOURS["DBlast
 SETTING_LABELS = {"high": "high\n(T=0.7)", "medium": "medium\n(T=1.0)", "low": "low\n(T=1.5)"}
 
 STYLE = {
-    "figure.dpi": 110,
+    "figure.dpi": 90,
     "savefig.bbox": "tight",
     "font.size": 9,
     "axes.titlesize": 9,

@@ -11,16 +11,12 @@ import papermill
 import typer
 import yaml
 from papermill.exceptions import PapermillExecutionError
-from traitlets.config import Config
 
 from dblast.errors import DBlastError
 from dblast.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS, cache_folder
 from dblast.profiles import Profile, get_profile
 from dblast.progress import relay
 from dblast.targets import fetch_smollm2
-
-# Kernels on this machine talk over local sockets: no open port, and no warning about one.
-QUIET_KERNEL = Config({"KernelManager": {"transport": "ipc"}})
 
 
 def notebook_paths(only: str | None = None) -> list[Path]:
@@ -99,7 +95,7 @@ def reproduce(
                     kernel_name="python3",
                     cwd=str(NOTEBOOKS),
                     progress_bar=False,
-                    config=QUIET_KERNEL,
+                    extra_arguments=["--log-level=ERROR"],
                 )
             except PapermillExecutionError as error:
                 raise DBlastError(

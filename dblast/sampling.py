@@ -52,7 +52,21 @@ class SamplingSettings:
             Sorted by token id: of tokens tied at the edge of the nucleus, the higher
             ids stay (Hugging Face leaves that choice to an unstable sort).
         """
-        scores = logits.float() / self.temperature
+        k = self.top_k or 0
+        spare = 2 * k + 16
+        if k and spare < logits.shape[-1]:
+            # Several times faster than filtering the whole vocabulary, and the same: tokens
+            # tied at the k-th place all survive, so they must be among these candidates.
+            values, tokens = logits.topk(spare, dim=-1)
+            scores = values.float() / self.temperature
+            if bool((scores[..., -1] < scores[..., k - 1]).all()):
+                tokens, order = tokens.sort(dim=-1)
+                kept, log_p = self._filter(scores.gather(-1, order))
+                return tokens.gather(-1, kept), log_p
+        return self._filter(logits.float() / self.temperature)
+
+    def _filter(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Top-k and top-p on (..., V) scaled scores: columns and log-probabilities, as :meth:`support` returns them."""
         if self.top_k and self.top_k < scores.shape[-1]:
             kth = scores.topk(self.top_k, dim=-1).values[..., -1:]
             # A tie at the k-th place keeps every tied token, as TopKLogitsWarper does.

@@ -261,6 +261,11 @@ class TrajectorySet:
     def __iter__(self) -> Iterator[Trajectory]:
         return (self[i] for i in range(len(self)))
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the stored rows in bytes."""
+        return self._data.data.nbytes
+
     def response_lengths(self) -> list[int]:
         """Number of response tokens per trajectory, without reading the features."""
         return [len(ids) for ids in self._data.with_format(None)["response_ids"]]
