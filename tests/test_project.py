@@ -7,12 +7,13 @@ import sys
 import tomllib
 
 import nbformat
+import pandas as pd
 import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dblast.paths import NOTEBOOKS, ROOT
+from dblast.paths import FIGURES, NOTEBOOKS, ROOT
 from dblast.profiles import PROFILES
 from dblast.results import TABLES, read_provenance, results_folder
 from dblast.stages import digest
@@ -97,9 +98,27 @@ def test_committed_results_are_those_of_the_cpu_profile():
     record = read_provenance("cpu")
     for plan in profile.plans:
         for table in TABLES:
+            if table == "target" and plan.tiny is None:
+                continue  # only a target that the project trains has a training curve
             name = f"{plan.label}-{table}.parquet"
             assert record[name]["plan"] == digest(plan), f"{name} was made by another plan"
             assert record[name]["sha256"] == sha256_file(results_folder("cpu") / name)
+
+
+def test_readme_table_repeats_the_result_table():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for target in ("tiny", "smollm2"):
+        rows = pd.read_csv(FIGURES / "cpu" / "tables" / f"table2_{target}.csv")
+        rows = rows[(rows.task == "average") & (rows.seed.astype(str) == "all")].set_index(["setting", "method"])
+        for setting in ("high", "medium", "low"):
+            cells = [rows.loc[(setting, m)] for m in ("DFlash", "DFlash+AL", "DFlash+DS", "DBlast")]
+            numbers = " | ".join(f"{c.accepted_length:.2f} ± {c.standard_error:.2f}" for c in cells)
+            assert f"| {target} | {setting} | {numbers} |" in text
+
+
+def test_tiny_target_of_the_committed_results_is_close_to_its_language():
+    last = pd.read_parquet(results_folder("cpu") / "tiny-target.parquet").iloc[-1]
+    assert last.entropy - 0.01 < last.held_out_loss < last.entropy + 0.03
 
 
 def _dblast(*arguments):

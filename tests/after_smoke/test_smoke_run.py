@@ -42,6 +42,8 @@ def test_every_result_table_was_made_with_provenance():
     record = read_provenance("smoke")
     for plan in PROFILE.plans:
         for table in TABLES:
+            if table == "target" and plan.tiny is None:
+                continue
             entry = record[f"{plan.label}-{table}.parquet"]
             assert entry["packages"]["torch"] and entry["seconds"] >= 0
 
