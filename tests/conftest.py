@@ -27,6 +27,9 @@ from dblast.trajectories import Trajectory
 
 VOCABULARY_SIZE, EOS_TOKEN_ID, MASK_TOKEN_ID = 40, 2, 3
 
+# The models here are tiny: more threads only wait for each other, and very long where another process runs.
+torch.set_num_threads(1)
+
 SHAPE = dict(
     vocab_size=VOCABULARY_SIZE,
     hidden_size=32,
