@@ -62,7 +62,7 @@ def train(
 ) -> None:
     """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
     from dblast.estimates import accepted_length, choose_category_temperature
-    from dblast.experiments import prepare_pretrained, prepare_trajectories, prepare_variant
+    from dblast.experiments import check_target, prepare_pretrained, prepare_trajectories, prepare_variant
     from dblast.profiles import Variant, get_profile
 
     if output is not None and output.exists():
@@ -92,6 +92,7 @@ def train(
         pre = replace(pre, steps=pretrain_steps)
     plan = replace(plan, data=data, drafter=shape, finetune=fine, pretrain=pre, variants=(variant,), seeds=(seed,))
     plan.check()
+    check_target(plan)
     for setting in data.settings:
         prepare_trajectories(plan, setting)
     prepare_pretrained(plan)
@@ -172,7 +173,11 @@ def reproduce(
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit status 2."""
     try:
-        app(standalone_mode=False)
+        # Without standalone mode the exit status comes back as a value, 130 after Ctrl-C.
+        status = app(standalone_mode=False)
+        if status == 130:
+            typer.secho("dblast: interrupted; run the same command again to go on", fg=typer.colors.RED, err=True)
+        sys.exit(status if isinstance(status, int) else 0)
     except DBlastError as error:
         typer.secho(f"dblast: {error}", fg=typer.colors.RED, err=True)
         sys.exit(2)

@@ -264,6 +264,8 @@ def start_drafter(plan: Plan, target: Target, trajectories: TrajectorySet) -> DB
         target_layer_ids=taps(plan, target),
         draft_vocab_size=shape.draft_vocabulary,
     )
+    # A plain DFlash drafter: heads trained here would be dropped when a variant gets its own.
+    config.num_categories = 0
     drafter = new_drafter(config, target, shape.seed)
     if shape.draft_vocabulary:
         drafter.set_draft_vocabulary(frequent_tokens(trajectories, shape.draft_vocabulary, config.vocab_size))
@@ -278,6 +280,27 @@ MEMORY_LIMIT_BYTES = 4 * 2**30
 
 def _held(stored: TrajectorySet) -> Sequence[Trajectory]:
     return list(stored) if stored.nbytes < MEMORY_LIMIT_BYTES else stored
+
+
+def check_target(plan: Plan) -> None:
+    """Refuse a target that the plan's drafter cannot serve, before anything is sampled from it.
+
+    Raises:
+        DBlastError: mask token unset or out of range, taps that do not exist, a vocabulary too small.
+    """
+    target, shape = open_target(plan), plan.drafter
+    DBlastConfig.for_target(
+        target.model.config,
+        num_layers=shape.layers,
+        block_length=shape.block_length,
+        mask_token_id=target.mask_token_id,
+        target_layer_ids=taps(plan, target),
+    )
+    if shape.draft_vocabulary > target.model.config.vocab_size:
+        raise DBlastError(
+            f"a draft vocabulary of {shape.draft_vocabulary} tokens does not fit a target of "
+            f"{target.model.config.vocab_size}; choose a smaller one"
+        )
 
 
 def _curve(plan: Plan):
@@ -295,7 +318,7 @@ def _curve(plan: Plan):
 
 
 def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
-    """Pre-train the DFlash drafter (K = 1 expander form is added later, per variant)."""
+    """Pre-train the DFlash drafter, without category heads: every variant adds its own, K = 1 included."""
 
     def compute(folder: Path) -> None:
         target = open_target(plan)

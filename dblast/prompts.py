@@ -30,7 +30,7 @@ _MAX_REPEATS = 1_000
 GSM8K_REVISION = "e53f048856ff4f594e959d75785d2c2d37b678ee"
 HUMANEVAL_REVISION = "7dce6050a7d6d172f3cc5c32aa97f52fa1a2e544"
 TULU3_REVISION = "b14afda60f1bbebe55d5d2fa1e4df5042f97f8be"
-# No public source names a full commit of this one; provenance records the resolved revision.
+# No public source names a full commit of this one, so it follows the hub.
 MT_BENCH_REVISION = "main"
 # The benchmark's authors publish their prompts in a git repository, not on the hub.
 CREATIVE_WRITING_URL = (

@@ -150,6 +150,26 @@ def test_bad_input_gives_one_clear_line_and_a_non_zero_exit(arguments, words):
     assert len(text.strip().splitlines()) == 1 and words in text
 
 
+def test_ctrl_c_is_not_success(monkeypatch, capsys):
+    from dblast import cli
+
+    monkeypatch.setattr(sys, "argv", ["dblast", "profiles"])
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.typer, "echo", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert stop.value.code == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_no_placeholder_is_left_in_the_documentation():
+    for path in [ROOT / "README.md", *ROOT.glob("*/README.md"), *ROOT.glob("data/*/README.md")]:
+        assert not re.search(r"@[A-Z0-9]+@", path.read_text(encoding="utf-8")), path.name
+
+
 def test_an_unreadable_prompt_line_is_named(tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"task": "chat", "turns": ["Hello?"]}\n{"task": "chat"\n')

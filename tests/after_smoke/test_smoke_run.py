@@ -64,6 +64,15 @@ def test_tiny_target_is_close_to_its_language():
     assert last.entropy - 0.02 < last.held_out_loss < last.entropy + 0.15
 
 
+@pytest.mark.parametrize("plan", PROFILE.plans, ids=lambda plan: plan.label)
+def test_fresh_category_heads_barely_disturb_the_pretrained_drafter(plan):
+    history = open_table(PROFILE, plan.label, "training")
+    end = history[history.stage == "pretrain"].accepted_per_anchor.iloc[-1]
+    starts = history[(history.stage == "finetune") & (history.step == 0)].accepted_per_anchor
+    assert len(starts) == len(plan.variants) * len(plan.seeds)
+    assert starts.between(0.9 * end, 1.1 * end).all(), f"pre-training ended at {end}, fine-tuning began at {starts}"
+
+
 def test_accepted_length_falls_with_determinism():
     scores = open_table(PROFILE, "tiny", "scores")
     rows = held_out_at_chosen(scores)
