@@ -286,6 +286,7 @@ PROFILES: dict[str, Profile] = {
                 finetune=replace(SMOLLM2.finetune, steps=5, anchors=16, evaluate_every=5),
             ),
         ),
+        minutes=5.5,
     ),
     "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=40),
     "qwen3-4b": Profile("qwen3-4b", (_qwen3("4B"),)),
