@@ -11,8 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
-from functools import cache
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pandas as pd
@@ -23,35 +22,26 @@ from dblast import synthetic
 from dblast.config import DBlastConfig, default_taps
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.initialise import (
-    add_categories,
-    frequent_tokens,
-    load_dflash,
-    new_drafter,
-    start_from_target,
-    tap_scales,
-)
+from dblast.initialise import add_categories, start_drafter
+from dblast.plan_prompts import calibration_ids, evaluation_prompts, prompt_spec, training_prompt_ids
 from dblast.profiles import Plan, Variant
 from dblast.progress import progress, quiet_loading, silence_worker
-from dblast.prompts import TASKS, Prompt, chat_messages, load_prompts, split_prompts, training_prompts
 from dblast.sampling import get_setting
 from dblast.scoring import score
 from dblast.stages import Stage
 from dblast.targets import Target, load_target, wrap_target
 from dblast.tiny import train_tiny_target
 from dblast.training import train
-from dblast.trajectories import EncodedPrompt, Trajectory, TrajectorySet, sample_trajectories
+from dblast.trajectories import Trajectory, TrajectorySet, sample_trajectories
 
 #: Modules whose code determines each stage's result.
 _TARGET_CODE = ("tiny", "synthetic", "grammar")
-_SAMPLING_CODE = ("trajectories", "sampling", "prompts", "prompt_templates")
+_SAMPLING_CODE = ("trajectories", "sampling", "plan_prompts", "prompts", "prompt_templates")
 _DRAFTER_CODE = ("drafter", "backbone", "config", "initialise", "losses", "anchors", "training")
 _SCORING_CODE = ("scoring", "replay", "verifier")
 
 #: Trajectories of the calibration split that training curves are measured on.
 CURVE_TRAJECTORIES = 12
-#: Seeds of the synthetic documents whose beginnings are evaluation and training prompts.
-_EVALUATION_DOCUMENTS, _TRAINING_DOCUMENTS = 2_000_003, 3_000_017
 
 
 # -- target -----------------------------------------------------------------------------------
@@ -109,73 +99,7 @@ def default_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-# -- prompts and trajectories -------------------------------------------------------------------
-
-
-@cache
-def _synthetic_prompts(
-    documents_seed: int, per_task: int, kinds: tuple[str, ...], exclude: frozenset = frozenset()
-) -> list[EncodedPrompt]:
-    """Beginnings of synthetic documents, distinct from ``exclude`` (and, for evaluation, from each other)."""
-    found: dict[str, list[EncodedPrompt]] = {kind: [] for kind in kinds}
-    taken = set(exclude)
-    for attempt in range(200):
-        for document in synthetic.documents(1000, documents_seed + attempt, kinds):
-            ids = tuple(synthetic.encode(document.tokens[: document.prompt_length]))
-            rows = found[document.kind]
-            if len(rows) >= per_task or ids in taken:
-                continue
-            if not exclude:
-                taken.add(ids)
-            rows.append(EncodedPrompt(f"{document.kind}-{len(rows):04d}", document.kind, ids))
-        if all(len(rows) >= per_task for rows in found.values()):
-            return [row for rows in zip(*found.values(), strict=True) for row in rows]
-    raise DBlastError(f"the synthetic language did not give {per_task} prompts per kind")
-
-
-def _kinds(plan: Plan) -> tuple[str, ...]:
-    return plan.data.tasks or synthetic.KINDS
-
-
-def evaluation_prompts(plan: Plan, target: Target) -> list[EncodedPrompt]:
-    """Encoded evaluation prompts of the plan, calibration split included."""
-    if plan.data.prompts == "synthetic":
-        return _synthetic_prompts(_EVALUATION_DOCUMENTS, plan.data.evaluation_per_task, _kinds(plan))
-    return _encode(_evaluation_texts(plan), target)
-
-
-def _evaluation_texts(plan: Plan) -> list[Prompt]:
-    """The first ``evaluation_per_task`` prompts of every task, task by task."""
-    prompts, count = load_prompts(plan.data.prompts, plan.data.tasks), plan.data.evaluation_per_task
-    by_task = ([prompt for prompt in prompts if prompt.task == task] for task in TASKS)
-    return [prompt for rows in by_task for prompt in (rows[:count] if count else rows)]
-
-
-def _encode(prompts: list[Prompt], target: Target) -> list[EncodedPrompt]:
-    return [EncodedPrompt(p.id, p.task, tuple(target.encode_chat(chat_messages(p)))) for p in prompts]
-
-
-def training_prompt_ids(plan: Plan, target: Target) -> list[EncodedPrompt]:
-    """Encoded training prompts; none of them is an evaluation prompt."""
-    count = plan.data.training_prompts
-    if plan.data.prompts == "synthetic":
-        exclude = frozenset(p.ids for p in evaluation_prompts(plan, target))
-        kinds = _kinds(plan)
-        return _synthetic_prompts(_TRAINING_DOCUMENTS, -(-count // len(kinds)), kinds, exclude)[:count]
-    source = "hub" if plan.data.prompts == "hub" else "bundled"
-    return _encode(training_prompts(count, plan.data.seed, plan.data.tasks or TASKS, source), target)
-
-
-def calibration_ids(plan: Plan) -> set[str]:
-    """Prompt ids that only choose Z_T; all others are held out for reporting."""
-    if plan.data.prompts == "synthetic":
-        encoded = _synthetic_prompts(_EVALUATION_DOCUMENTS, plan.data.evaluation_per_task, _kinds(plan))
-        rows = [Prompt(prompt.prompt_id, prompt.task, ()) for prompt in encoded]
-    else:
-        rows = _evaluation_texts(plan)
-
-    calibration, _ = split_prompts(rows, plan.data.calibration_fraction)
-    return {prompt.id for prompt in calibration}
+# -- trajectories ------------------------------------------------------------------------------
 
 
 def taps(plan: Plan, target: Target) -> list[int]:
@@ -189,7 +113,7 @@ def trajectory_stage(plan: Plan, split: str) -> Stage:
     upstream = target_stage(plan)
     spec = {
         "target": upstream.key if upstream else plan.target,
-        "data": asdict(plan.data) | {"settings": None, "calibration_fraction": None},
+        "prompts": prompt_spec(plan.data, training),
         "taps": [plan.drafter.taps, plan.drafter.layers],
         "split": split,
         "sampling": asdict(get_setting(plan.data.training_setting if training else split)),
@@ -228,6 +152,7 @@ def prepare_trajectories(plan: Plan, split: str, target: Target | None = None, f
 
 def pretrain_stage(plan: Plan) -> Stage:
     """The DFlash drafter all variants start from."""
+    plan = _pretraining(plan)
     spec = {
         "trajectories": trajectory_stage(plan, "training").key,
         "curve": trajectory_stage(plan, plan.data.training_setting).key,
@@ -237,41 +162,16 @@ def pretrain_stage(plan: Plan) -> Stage:
     return Stage("pretrained", spec, _DRAFTER_CODE)
 
 
+def _pretraining(plan: Plan) -> Plan:
+    """The plan as pre-training sees it: variants may be fine-tuned on other data."""
+    return replace(plan, data=plan.pretrain_data or plan.data, pretrain_data=None)
+
+
 def open_drafter(folder: Path, target: Target) -> DBlastDrafter:
     """A saved drafter, float32, attached to its target."""
     with quiet_loading():
         drafter = DBlastDrafter.from_pretrained(folder, dtype=torch.float32)
     return drafter.to(target.device).attach(target.model).eval()
-
-
-def start_drafter(plan: Plan, target: Target, trajectories: TrajectorySet) -> DBlastDrafter:
-    """The untrained drafter of a plan, attached to its target."""
-    shape = plan.drafter
-    if shape.start not in ("random", "target"):
-        # Published checkpoints are bfloat16; training wants float32 master weights.
-        drafter = load_dflash(shape.start).float()
-        if drafter.config.target_layer_ids != taps(plan, target):
-            raise DBlastError(
-                f"{shape.start} taps target layers {drafter.config.target_layer_ids}, the plan {taps(plan, target)}; "
-                "set the plan's taps to the checkpoint's"
-            )
-        return drafter.to(target.device).attach(target.model)
-    config = DBlastConfig.for_target(
-        target.model.config,
-        num_layers=shape.layers,
-        block_length=shape.block_length,
-        mask_token_id=target.mask_token_id,
-        target_layer_ids=taps(plan, target),
-        draft_vocab_size=shape.draft_vocabulary,
-    )
-    # A plain DFlash drafter: heads trained here would be dropped when a variant gets its own.
-    config.num_categories = 0
-    drafter = new_drafter(config, target, shape.seed)
-    if shape.draft_vocabulary:
-        drafter.set_draft_vocabulary(frequent_tokens(trajectories, shape.draft_vocabulary, config.vocab_size))
-    if shape.start == "target":
-        start_from_target(drafter, target, tap_scales(trajectories, len(config.target_layer_ids)), shape.start_layers)
-    return drafter.attach(target.model)
 
 
 #: Training sets up to this size are held in memory; larger ones are read from disk as they are drawn.
@@ -319,11 +219,12 @@ def _curve(plan: Plan):
 
 def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
     """Pre-train the DFlash drafter, without category heads: every variant adds its own, K = 1 included."""
+    plan = _pretraining(plan)
 
     def compute(folder: Path) -> None:
         target = open_target(plan)
         stored = prepare_trajectories(plan, "training", target)
-        drafter = start_drafter(plan, target, stored)
+        drafter = start_drafter(plan.drafter, target, stored, taps(plan, target))
         history: list[dict] = []
         if plan.drafter.start in ("random", "target"):
             history = train(
@@ -351,6 +252,8 @@ def variant_stage(plan: Plan, variant: Variant, seed: int) -> Stage:
     """One fine-tuned variant with its scores at every evaluation setting."""
     spec = {
         "pretrained": pretrain_stage(plan).key,
+        "trajectories": trajectory_stage(plan, "training").key,
+        "curve": trajectory_stage(plan, plan.data.training_setting).key,
         "evaluation": [trajectory_stage(plan, setting).key for setting in plan.data.settings],
         "variant": asdict(variant),
         "training": asdict(plan.finetune_config(variant, seed)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +14,9 @@ from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.targets import Target
 from dblast.trajectories import Trajectory
+
+if TYPE_CHECKING:
+    from dblast.profiles import DrafterConfig
 
 
 def new_drafter(config: DBlastConfig, target: Target, seed: int) -> DBlastDrafter:
@@ -123,3 +127,42 @@ def load_dflash(path: str | Path, num_categories: int = 0, seed: int = 0) -> DBl
         found = ", ".join(f"{kind} {some}" for kind, some in names.items() if some)
         raise DBlastError(f"{path} is not a DFlash checkpoint of this shape: {found}")
     return add_categories(drafter, num_categories, seed) if num_categories else drafter
+
+
+def start_drafter(
+    shape: DrafterConfig, target: Target, trajectories: Iterable[Trajectory], taps: list[int]
+) -> DBlastDrafter:
+    """The untrained drafter that a configuration describes, without category heads, attached to its target.
+
+    Args:
+        trajectories: give the draft vocabulary and the scale of every tap.
+        taps: tapped target layers.
+
+    Raises:
+        DBlastError: a published checkpoint taps other layers, or nothing fits the target.
+    """
+    if shape.start not in ("random", "target"):
+        # Published checkpoints are bfloat16; training wants float32 master weights.
+        drafter = load_dflash(shape.start).float()
+        if drafter.config.target_layer_ids != taps:
+            raise DBlastError(
+                f"{shape.start} taps target layers {drafter.config.target_layer_ids}, the plan {taps}; "
+                "set the plan's taps to the checkpoint's"
+            )
+        return drafter.to(target.device).attach(target.model)
+    config = DBlastConfig.for_target(
+        target.model.config,
+        num_layers=shape.layers,
+        block_length=shape.block_length,
+        mask_token_id=target.mask_token_id,
+        target_layer_ids=taps,
+        draft_vocab_size=shape.draft_vocabulary,
+    )
+    # A plain DFlash drafter: heads trained here would be dropped when a variant gets its own.
+    config.num_categories = 0
+    drafter = new_drafter(config, target, shape.seed)
+    if shape.draft_vocabulary:
+        drafter.set_draft_vocabulary(frequent_tokens(trajectories, shape.draft_vocabulary, config.vocab_size))
+    if shape.start == "target":
+        start_from_target(drafter, target, tap_scales(trajectories, len(config.target_layer_ids)), shape.start_layers)
+    return drafter.attach(target.model)

@@ -117,6 +117,7 @@ class Plan:
         variants: fine-tuned from the pre-trained drafter, each with every seed.
         seeds: training seeds (category heads and data order).
         parallel: variants trained side by side on a CPU, one thread each.
+        pretrain_data: what the shared drafter is pre-trained on, if not ``data``.
     """
 
     target: str
@@ -131,6 +132,7 @@ class Plan:
     precision: str = "float32"
     parallel: bool = True
     tiny: TinyTargetConfig | None = None
+    pretrain_data: DataConfig | None = None
 
     def check(self) -> None:
         """Refuse a plan that cannot work, before anything expensive starts.
@@ -190,7 +192,7 @@ TINY = Plan(
     target="tiny",
     label="tiny",
     tiny=TinyTargetConfig(),
-    data=DataConfig(prompts="synthetic", training_prompts=1536, evaluation_per_task=32, batch_size=256),
+    data=DataConfig(prompts="synthetic", training_prompts=4096, evaluation_per_task=32, batch_size=256),
     drafter=DrafterConfig(layers=2, taps=(0, 1, 2), start="random"),
     pretrain=TrainingConfig(
         loss="CE", optimizer="muon", steps=1200, learning_rate=2e-3, sequences=16, anchors=16, evaluate_every=200

@@ -13,12 +13,15 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from dblast.errors import ArtefactError
 from dblast.paths import cache_folder
@@ -99,6 +102,25 @@ class Stage:
             self.check()
             return self.folder
         self.folder.mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            # Another process may have finished it while this one waited.
+            if self.done:
+                self.check()
+            else:
+                self._compute(compute)
+        return self.folder
+
+    def _lock(self) -> FileLock:
+        """One process at a time fills a stage's folder; a second one says that it waits. A killed one frees it."""
+        lock = FileLock(self.folder.with_suffix(".lock"))
+        try:
+            lock.acquire(timeout=1)
+        except Timeout:
+            sys.stderr.write(f"waiting for another process that makes {self.kind}/{self.key}\n")
+            lock.acquire()
+        return lock
+
+    def _compute(self, compute: Callable[[Path], None]) -> None:
         start = time.monotonic()
         compute(self.folder)
         scratch = self.folder / (RECORD + ".part")
@@ -112,4 +134,3 @@ class Stage:
         record = {"kind": self.kind, "spec": self.spec, "seconds": time.monotonic() - start, "files": files}
         scratch.write_text(json.dumps(record, indent=1, default=asdict), encoding="utf-8")
         os.replace(scratch, self.folder / RECORD)
-        return self.folder

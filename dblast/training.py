@@ -60,7 +60,7 @@ class TrainingConfig:
     seed: int = 0
     precision: str = "float32"
     evaluate_every: int = 100
-    checkpoint_every: int = 200
+    checkpoint_every: int = 25
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
