@@ -1,4 +1,7 @@
-"""Command line: ``python -m dblast fetch | profiles | train | generate | reproduce``."""
+"""Command line: ``python -m dblast fetch | profiles | train | generate | reproduce``.
+
+Commands import what they need and check their input first: torch and transformers alone take seconds.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,14 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dblast.errors import DBlastError
+
+if TYPE_CHECKING:
+    from dblast.profiles import Plan
 
 app = typer.Typer(
     add_completion=False,
@@ -61,12 +67,15 @@ def train(
     output: Annotated[Path | None, typer.Option(help="Copy the finished drafter to this new folder.")] = None,
 ) -> None:
     """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
-    from dblast.estimates import accepted_length, choose_category_temperature
-    from dblast.experiments import check_target, prepare_pretrained, prepare_trajectories, prepare_variant
-    from dblast.profiles import Variant, get_profile
+    from dblast.demo import check_target_name
 
     if output is not None and output.exists():
         raise DBlastError(f"{output} exists already; give --output a new folder")
+    if model is not None:
+        check_target_name(model)
+
+    from dblast.profiles import Variant, get_profile
+
     plan = get_profile(profile).plan(target)
     variant = Variant(categories, loss, construction)
     data, shape, fine, pre = plan.data, plan.drafter, plan.finetune, plan.pretrain
@@ -92,12 +101,15 @@ def train(
         pre = replace(pre, steps=pretrain_steps)
     plan = replace(plan, data=data, drafter=shape, finetune=fine, pretrain=pre, variants=(variant,), seeds=(seed,))
     plan.check()
+
+    from dblast.experiments import check_target, prepare_pretrained, prepare_trajectories, prepare_variant
+
     check_target(plan)
     for setting in data.settings:
         prepare_trajectories(plan, setting)
     prepare_pretrained(plan)
     folder = prepare_variant(plan, variant, seed)
-    _show_scores(plan, folder, accepted_length, choose_category_temperature)
+    _show_scores(plan)
     if output is not None:
         shutil.copytree(folder, output, ignore=shutil.ignore_patterns("run", "stage.json"))
         typer.echo(f"drafter copied to {output}")
@@ -105,8 +117,9 @@ def train(
         typer.echo(f"drafter in {folder}")
 
 
-def _show_scores(plan, folder: Path, accepted_length, choose_category_temperature) -> None:
+def _show_scores(plan: Plan) -> None:
     """One line per setting: accepted length at the calibrated Z_T."""
+    from dblast.estimates import accepted_length, choose_category_temperature
     from dblast.results import collect_scores
 
     scores = collect_scores(plan)
@@ -139,7 +152,11 @@ def generate(
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
     """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour."""
-    from dblast.demo import decode_and_compare
+    from dblast.demo import check_request, decode_and_compare
+
+    # Before torch is imported, which the settings need.
+    check_request(prompt, drafter, target, category_temperature=category_temperature, max_new_tokens=max_new_tokens)
+
     from dblast.sampling import SamplingSettings
 
     settings = SamplingSettings(temperature, top_k, top_p) if temperature else None
@@ -165,6 +182,10 @@ def reproduce(
     parameter: Annotated[list[str] | None, typer.Option("--parameter", "-p", help="NAME=VALUE for every notebook.")] = None,
 ) -> None:
     """Run the notebooks in order with papermill and regenerate every figure and table."""
+    from dblast.profiles import get_profile
+
+    get_profile(profile)
+
     from dblast.reproduce import reproduce as run
 
     run(profile, only=only, fresh=fresh, parameters=parameter or [])

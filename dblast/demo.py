@@ -1,20 +1,66 @@
-"""What ``python -m dblast generate`` does: find a trained drafter, decode, time it against plain decoding."""
+"""What ``python -m dblast generate`` does: find a trained drafter, decode, time it against plain decoding.
+
+Heavy modules are imported where they are used, so that a request that cannot work is refused at once.
+"""
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-from safetensors import SafetensorError
-
-from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.generate import Generated, generate
-from dblast.progress import quiet_loading
-from dblast.sampling import SamplingSettings
-from dblast.show import BlockView, show_blocks
-from dblast.targets import Target, load_target
+
+if TYPE_CHECKING:
+    from dblast.drafter import DBlastDrafter
+    from dblast.generate import Generated
+    from dblast.sampling import SamplingSettings
+    from dblast.show import BlockView
+    from dblast.targets import Target
+
+#: What a model on the Hugging Face hub is called: owner/name, as no path from "." or "~" is.
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+_DRAFTER_ADVICE = "give a folder written by `python -m dblast train --output FOLDER`"
+
+
+def check_model_name(name: str, advice: str, prefix: str = "") -> None:
+    """Refuse a name that is neither a folder here nor of the form owner/name.
+
+    Raises:
+        DBlastError: see above; the message ends with ``advice``.
+    """
+    # An empty path is the current folder to pathlib.
+    if not (name and Path(name).is_dir()) and not _HUB_ID.fullmatch(name):
+        raise DBlastError(f"{prefix}no such folder {name!r}; {advice}")
+
+
+def check_target_name(name: str) -> None:
+    """Refuse a target that cannot be: not smollm2, not a folder, not of the form owner/name."""
+    if name != "smollm2":
+        check_model_name(name, "give a folder with a saved model, a Hugging Face id (owner/name) or smollm2")
+
+
+def check_request(
+    prompt: str, drafter_folder: Path | None, target_name: str, *, category_temperature: float, max_new_tokens: int
+) -> None:
+    """Refuse what can be seen to be wrong before a model is loaded.
+
+    Raises:
+        DBlastError: a blank prompt, a missing folder, no drafter for this target, a number out of range.
+    """
+    if not prompt.strip():
+        raise DBlastError("the prompt is empty; give --prompt the text to answer")
+    if max_new_tokens < 1:
+        raise DBlastError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not category_temperature >= 0:
+        raise DBlastError(f"category temperature must not be negative, got {category_temperature}")
+    check_target_name(target_name)
+    if drafter_folder is not None:
+        check_model_name(str(drafter_folder), _DRAFTER_ADVICE, prefix=f"{drafter_folder} holds no drafter: ")
+    elif target_name != "smollm2":
+        raise DBlastError(f"give --drafter FOLDER, a drafter trained for {target_name}")
 
 
 def default_drafter() -> Path:
@@ -42,6 +88,11 @@ def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
     Raises:
         DBlastError: the folder holds no drafter, or one for another target.
     """
+    from safetensors import SafetensorError
+
+    from dblast.drafter import DBlastDrafter
+    from dblast.progress import quiet_loading
+
     try:
         with quiet_loading():
             drafter = DBlastDrafter.from_pretrained(folder, dtype=target.model.dtype)
@@ -49,12 +100,16 @@ def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
         if isinstance(error, DBlastError):
             raise
         reason = str(error).splitlines()[0]
-        raise DBlastError(f"{folder} holds no drafter ({reason}); give a folder written by `train`") from error
+        if not folder.is_dir():
+            reason = f"no such folder, and none from the hub: {reason}"
+        raise DBlastError(f"{folder} holds no drafter ({reason}); {_DRAFTER_ADVICE}") from error
     return drafter.to(target.device).attach(target.model).eval()
 
 
 def plain_speed(target: Target, prompt: list[int], settings: SamplingSettings | None, tokens: int, seed: int) -> float:
     """Tokens per second of the target's own ``generate`` under the same settings; the global random state is left."""
+    import torch
+
     sampling = {"do_sample": False}
     if settings is not None:
         sampling = {
@@ -102,9 +157,23 @@ def decode_and_compare(
     Raises:
         DBlastError: no drafter, or arguments that cannot work.
     """
+    check_request(
+        prompt,
+        drafter_folder,
+        target_name,
+        category_temperature=category_temperature,
+        max_new_tokens=max_new_tokens,
+    )
+
+    import torch
+
+    from dblast.generate import generate
+    from dblast.proposals import check_mode
+    from dblast.show import show_blocks
+    from dblast.targets import load_target
+
+    check_mode(mode, num_categories=1)
     if drafter_folder is None:
-        if target_name != "smollm2":
-            raise DBlastError(f"give --drafter FOLDER, a drafter trained for {target_name}")
         drafter_folder = default_drafter()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = load_target(target_name, device=device)

@@ -2,14 +2,15 @@
 
 ``scores`` has one row per trajectory (see :func:`dblast.scoring.score`). The
 accepted length of a set of trajectories is a ratio of sums, (emitted - passes) /
-passes; standard errors are over prompts, and two variants scored on the same
-trajectories are compared prompt by prompt.
+passes; standard errors are over prompts, and variants scored on the same prompts
+are compared prompt by prompt. :func:`with_seed_noise` adds the noise of training
+seeds to any of these estimates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
@@ -23,11 +24,16 @@ VARIANT_COLUMNS = ["target", "method", "K", "loss", "construction", "setting"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number with its standard error over n prompts."""
+    """A number with its standard error over n prompts.
+
+    ``seeds`` is set by :func:`with_seed_noise`: the training seeds whose spread is part of
+    the error. With 1 there is no spread to see; None is an error over prompts alone.
+    """
 
     value: float
     standard_error: float
     n: int
+    seeds: int | None = None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -61,10 +67,24 @@ def _influence(scores: pd.DataFrame, macro: bool) -> tuple[float, pd.Series]:
     return float(np.mean(values)), pd.concat(influences)
 
 
+def _estimate(value: float, influence: pd.Series) -> Estimate:
+    return Estimate(float(value), standard_error(influence.to_numpy()), len(influence))
+
+
 def accepted_length(scores: pd.DataFrame, macro: bool = False) -> Estimate:
     """Accepted length of all rows together (without bonus token), seeds pooled prompt by prompt."""
-    value, influence = _influence(scores, macro)
-    return Estimate(value, standard_error(influence.to_numpy()), len(influence))
+    return _estimate(*_influence(scores, macro))
+
+
+def combination(terms: Sequence[tuple[float, pd.DataFrame]], macro: bool = False) -> Estimate:
+    """Linear combination of accepted lengths with its paired error: ``terms`` are (coefficient, scores).
+
+    Raises:
+        DBlastError: no terms, or terms that were not scored on the same prompts.
+    """
+    sides = _paired([scores for _, scores in terms], macro)
+    parts = [(factor * value, factor * influence) for (factor, _), (value, influence) in zip(terms, sides, strict=True)]
+    return _estimate(sum(value for value, _ in parts), sum(influence for _, influence in parts))
 
 
 def difference(ours: pd.DataFrame, base: pd.DataFrame, macro: bool = False) -> Estimate:
@@ -73,22 +93,79 @@ def difference(ours: pd.DataFrame, base: pd.DataFrame, macro: bool = False) -> E
     Raises:
         DBlastError: the two were not scored on the same prompts.
     """
-    (a, influence_a), (b, influence_b) = _paired(ours, base, macro)
-    return Estimate(a - b, standard_error((influence_a - influence_b).to_numpy()), len(influence_a))
+    return combination([(1, ours), (-1, base)], macro)
 
 
 def gain(ours: pd.DataFrame, base: pd.DataFrame, macro: bool = False) -> Estimate:
     """Relative gain in per cent of ours over base, with its paired standard error (delta method)."""
-    (a, influence_a), (b, influence_b) = _paired(ours, base, macro)
-    influence = (influence_a - (a / b) * influence_b) / b
-    return Estimate(100 * (a / b - 1), 100 * standard_error(influence.to_numpy()), len(influence))
+    return _estimate(*_relative(*_paired([ours, base], macro)))
 
 
-def _paired(ours: pd.DataFrame, base: pd.DataFrame, macro: bool) -> list[tuple[float, pd.Series]]:
-    sides = [_influence(scores, macro) for scores in (ours, base)]
-    if not sides[0][1].index.equals(sides[1][1].index):
-        raise DBlastError("the two variants were not scored on the same prompts")
+def gain_difference(
+    ours: pd.DataFrame, base: pd.DataFrame, other: pd.DataFrame, other_base: pd.DataFrame, macro: bool = False
+) -> Estimate:
+    """The gain of ours over base minus that of other over other_base, in points, paired by prompt.
+
+    The two gains may be of different settings: their texts differ, the prompts do not.
+    """
+    sides = _paired([ours, base, other, other_base], macro)
+    (first, influence), (second, other_influence) = _relative(*sides[:2]), _relative(*sides[2:])
+    return _estimate(first - second, influence - other_influence)
+
+
+def _relative(ours: tuple[float, pd.Series], base: tuple[float, pd.Series]) -> tuple[float, pd.Series]:
+    """Gain in per cent and the influence of every prompt on it."""
+    (a, influence_a), (b, influence_b) = ours, base
+    return 100 * (a / b - 1), 100 * (influence_a - (a / b) * influence_b) / b
+
+
+def _paired(tables: Sequence[pd.DataFrame], macro: bool) -> list[tuple[float, pd.Series]]:
+    if not tables:
+        raise DBlastError("nothing to compare: give at least one table of scores")
+    sides = [_influence(scores, macro) for scores in tables]
+    if not all(influence.index.equals(sides[0][1].index) for _, influence in sides):
+        raise DBlastError("the variants were not scored on the same prompts")
     return sides
+
+
+def common_seeds(*tables: pd.DataFrame) -> list[pd.DataFrame]:
+    """The tables without the training seeds that only some of them have.
+
+    Raises:
+        DBlastError: a table is empty, or no seed is in all of them.
+    """
+    if any(table.empty for table in tables):
+        raise DBlastError("no scores for this selection")
+    shared = set.intersection(*(set(table.seed) for table in tables))
+    if not shared:
+        raise DBlastError("the variants have no training seed in common")
+    return [table[table.seed.isin(shared)] for table in tables]
+
+
+def with_seed_noise(estimate: Callable[..., Estimate], *tables: pd.DataFrame, macro: bool = False) -> Estimate:
+    """``estimate(*tables, macro=macro)`` with the noise of training seeds in its error.
+
+    The estimate is made anew from the rows of every seed, all sides of one seed together;
+    the standard deviation of these values over sqrt(number of seeds) is the seed part.
+    It and the error over prompts add as a root of squares. A seed part from two or
+    three seeds is rough, and one seed has none.
+
+    Args:
+        estimate: :func:`accepted_length`, :func:`difference`, :func:`gain` or a function like them.
+        tables: its scores, all with the same seeds (see :func:`common_seeds`).
+
+    Raises:
+        DBlastError: the tables differ in their seeds.
+    """
+    seeds = sorted(set(tables[0].seed))
+    if any(set(table.seed) != set(seeds) for table in tables):
+        raise DBlastError("the variants were not trained with the same seeds; compare those in common_seeds(...)")
+    pooled = replace(estimate(*tables, macro=macro), seeds=len(seeds))
+    if len(seeds) < 2:
+        return pooled
+    values = [estimate(*(table[table.seed == seed] for table in tables), macro=macro).value for seed in seeds]
+    seed_part = np.std(values, ddof=1) / np.sqrt(len(seeds))
+    return replace(pooled, standard_error=float(np.hypot(pooled.standard_error, seed_part)))
 
 
 def seed_spread(scores: pd.DataFrame, macro: bool = False) -> float:
@@ -111,6 +188,77 @@ def choose_category_temperature(scores: pd.DataFrame) -> pd.DataFrame:
     sums["value"] = (sums.emitted - sums.passes) / sums.passes
     best = sums.sort_values(["value", "category_temperature"], ascending=[False, True], kind="stable")
     return best.drop_duplicates(VARIANT_COLUMNS)[columns].sort_values(VARIANT_COLUMNS).reset_index(drop=True)
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A number with a 95 % percentile interval from a bootstrap over n prompts (and training seeds, if several)."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+    seeds: int
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.low, self.high
+
+
+def best_category_temperature_shift(
+    after: pd.DataFrame,
+    before: pd.DataFrame,
+    *,
+    replicates: int = 200,
+    generator: np.random.Generator | None = None,
+) -> Resampled:
+    """How far the best Z_T lies higher in ``after`` than in ``before``, e.g. one variant at two settings.
+
+    The best Z_T is the one with the largest accepted length on all rows given (give both
+    splits), ties to the smaller, as in :func:`choose_category_temperature`. An argmax has
+    no delta method: every replicate draws prompts, and training seeds, with replacement,
+    the same ones for both sides. The interval ends on values that were drawn, the outer ones.
+
+    Args:
+        generator: default: one with a fixed seed.
+
+    Raises:
+        DBlastError: the sides differ in prompts, seeds or temperatures, or have no Z_T (K = 1).
+    """
+    rng = np.random.default_rng(0) if generator is None else generator
+    sides = [_temperature_sums(scores) for scores in (after, before)]
+    if not all(a.equals(b) for a, b in zip(sides[0].axes, sides[1].axes, strict=True)):
+        raise DBlastError("the two sides do not have the same prompts, seeds and category temperatures")
+    seeds = sides[0].index.get_level_values("seed").nunique()
+    n = len(sides[0]) // seeds
+    draws = [rng.multinomial(size, np.full(size, 1 / size), size=replicates) for size in (seeds, n)]
+    # The first row has every seed and prompt once: the estimate itself.
+    seed_weights, prompt_weights = (np.vstack([np.ones(rows.shape[1]), rows]) for rows in draws)
+    best = []
+    for side in sides:
+        totals = {}
+        for name in ("accepted", "passes"):
+            values = side[name].to_numpy().reshape(seeds, n, -1)
+            totals[name] = np.einsum("rs,rn,snz->rz", seed_weights, prompt_weights, values, optimize=True)
+        grid = side["passes"].columns.to_numpy()
+        best.append(grid[np.argmax(totals["accepted"] / totals["passes"], axis=1)])
+    shifts = best[0] - best[1]
+    low = np.quantile(shifts[1:], 0.025, method="lower")
+    high = np.quantile(shifts[1:], 0.975, method="higher")
+    return Resampled(float(shifts[0]), float(low), float(high), n, seeds)
+
+
+def _temperature_sums(scores: pd.DataFrame) -> pd.DataFrame:
+    """Accepted tokens and passes by (seed, prompt) and Z_T, without gaps."""
+    rows = scores.assign(accepted=scores.emitted - scores.passes)
+    keys = ["seed", "task", "prompt_id", "category_temperature"]
+    sums = rows.groupby(keys, observed=True)[["accepted", "passes"]].sum().unstack("category_temperature").sort_index()
+    if sums.empty:
+        raise DBlastError("no category temperatures to choose from in this selection")
+    prompts = {tuple(part.index.droplevel("seed")) for _, part in sums.groupby(level="seed")}
+    if len(prompts) > 1 or sums.isna().any(axis=None):
+        raise DBlastError("some prompts were not scored with every seed and category temperature")
+    return sums
 
 
 def held_out_at_chosen(scores: pd.DataFrame) -> pd.DataFrame:

@@ -309,8 +309,9 @@ def prepare_variants(plan: Plan) -> None:
 
     A result does not depend on how many run side by side: each uses one thread.
     """
-    for setting in plan.data.settings:
-        prepare_trajectories(plan, setting)
+    # Everything that the variants share is made before they start side by side.
+    for split in (*plan.data.settings, "training"):
+        prepare_trajectories(plan, split)
     prepare_pretrained(plan)
     jobs = [(variant, seed) for seed in plan.seeds for variant in plan.variants]
     # Longest first, so that the last ones to finish are short.
@@ -334,3 +335,24 @@ def prepare_variants(plan: Plan) -> None:
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+
+def collect_scores(plan: Plan) -> pd.DataFrame:
+    """Scores of all variants and seeds, one row per trajectory and Z_T, with the columns that name them."""
+    prepare_variants(plan)
+    tables = []
+    for variant in plan.variants:
+        for seed in plan.seeds:
+            table = pd.read_parquet(variant_stage(plan, variant, seed).folder / "scores.parquet")
+            names = {
+                "target": plan.label,
+                "method": variant.method,
+                "K": variant.K,
+                "loss": variant.loss,
+                "construction": variant.construction,
+                "seed": seed,
+            }
+            for place, (column, value) in enumerate(names.items()):
+                table.insert(place, column, value)
+            tables.append(table)
+    return pd.concat(tables, ignore_index=True)

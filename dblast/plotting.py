@@ -56,24 +56,6 @@ def save_figure(figure: Figure, profile: str, name: str, caption: str, data: pd.
     return paths
 
 
-def mismatch_figure(table: pd.DataFrame, block_length: int) -> Figure:
-    """Accepted length of each proposal on the two-mode chain against temperature."""
-    figure, axes = plt.subplots(figsize=(5.2, 3.2))
-    styles = {
-        "true joint": ("#000000", ":"),
-        "K = 2, sampled": (METHOD_COLOURS["DBlast"], "--"),
-        "K = 2, greedy branch": (METHOD_COLOURS["DBlast"], "-"),
-        "independent, sampled": (METHOD_COLOURS["DFlash"], "--"),
-        "independent, greedy": (METHOD_COLOURS["DFlash"], "-"),
-    }
-    for name, (colour, line) in styles.items():
-        rows = table[table.proposal == name]
-        axes.plot(rows.temperature, rows.accepted_length, color=colour, ls=line, lw=1.6, label=name)
-    axes.set(xlabel="target temperature", ylabel=f"expected accepted length\n(tokens of b = {block_length})", ylim=(0, None))
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
-
-
 def determinism_figure(table: pd.DataFrame) -> Figure:
     """Mean largest probability and entropy of the target by setting, one panel each; error bars ±1 SEM over prompts."""
     targets = list(dict.fromkeys(table.target))
@@ -95,14 +77,14 @@ def determinism_figure(table: pd.DataFrame) -> Figure:
             legend=axes is panels[0],
             err_kws={"linewidth": 1.2},
         )
-        _name_settings(axes)
+        name_settings(axes, [tick.get_text() for tick in axes.get_xticklabels()])
         axes.set(xlabel="determinism", ylabel=label)
     return figure
 
 
-def _name_settings(axes) -> None:
-    ticks = [tick.get_text() for tick in axes.get_xticklabels()]
-    axes.set_xticks(range(len(ticks)), [SETTING_LABELS.get(tick, tick) for tick in ticks])
+def name_settings(axes, settings: list[str]) -> None:
+    """Label the ticks 0, 1, … of an axis with settings and their temperatures."""
+    axes.set_xticks(range(len(settings)), [SETTING_LABELS.get(setting, setting) for setting in settings])
 
 
 def training_figure(history: pd.DataFrame, target: str) -> Figure:
@@ -151,7 +133,7 @@ def gains_figure(gains: pd.DataFrame, paper_target: str = "Qwen3-8B") -> Figure:
             axes.bar(x, part.gain, 0.23, color=METHOD_COLOURS[method], label=method)
             axes.errorbar(x, part.gain, 1.96 * part.gain_error, fmt="none", ecolor="black", lw=0.9)
         axes.axhline(0, color="black", lw=0.8)
-        axes.set_xticks(range(len(settings)), [SETTING_LABELS[s] for s in settings])
+        name_settings(axes, settings)
         n = f" (n = {rows.n.iloc[0]} prompts)" if "n" in rows else ""
         axes.set(title=title + n, xlabel="determinism")
     panels[0].set_ylabel("gain over DFlash (%)")

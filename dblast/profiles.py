@@ -38,6 +38,8 @@ class Variant:
 
 #: The four variants of Table 2.
 MAIN = (Variant(1, "NLL"), Variant(1, "AL"), Variant(4, "NLL"), Variant(4, "AL"))
+#: What Figure 1 compares.
+FIGURE1 = (Variant(1, "NLL"), Variant(4, "AL"))
 #: What Table 3 adds to them.
 CATEGORY_ABLATION = (Variant(2, "NLL"), Variant(2, "AL"), Variant(8, "NLL"), Variant(8, "AL"))
 #: What Table 4 adds to them.
@@ -108,6 +110,33 @@ class DrafterConfig:
 
 
 @dataclass(frozen=True)
+class DiagnosisConfig:
+    """What notebook 01 measures on a target: oracle proposals, and the paper's Figure 1.
+
+    Attributes:
+        oracle_prefixes, oracle_continuations: truncation points per setting, and continuations of each (halved:
+            one half makes the proposal, the other scores it).
+        setting: sampling setting of Figure 1, for its training responses and its continuations.
+        task: its evaluation prompts; ``training_tasks`` its training prompts (None: the same task).
+        training_prompts: its training responses.
+        points: truncation points on training prompts, and as many on held-out ones.
+        continuations: M of eq. 24.
+        category_temperature: Z_T of the K = 4 drafter in Figure 1.
+    """
+
+    oracle_prefixes: int = 96
+    oracle_continuations: int = 128
+    setting: str = "medium"
+    task: str = "creative"
+    training_tasks: tuple[str, ...] | None = None
+    training_prompts: int = 1024
+    points: int = 512
+    continuations: int = 20
+    category_temperature: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything about one target in one profile.
 
@@ -118,6 +147,7 @@ class Plan:
         seeds: training seeds (category heads and data order).
         parallel: variants trained side by side on a CPU, one thread each.
         pretrain_data: what the shared drafter is pre-trained on, if not ``data``.
+        diagnosis: sizes of notebook 01's measurements.
     """
 
     target: str
@@ -133,6 +163,7 @@ class Plan:
     parallel: bool = True
     tiny: TinyTargetConfig | None = None
     pretrain_data: DataConfig | None = None
+    diagnosis: DiagnosisConfig = DiagnosisConfig()
 
     def check(self) -> None:
         """Refuse a plan that cannot work, before anything expensive starts.
@@ -164,6 +195,28 @@ class Plan:
                 raise DBlastError(f"unknown task {sorted(unknown)[0]!r}; the tasks are {', '.join(KINDS)}")
         elif data.prompts != "hub":
             load_prompts(data.prompts, data.tasks)
+        diagnosis = self.diagnosis
+        get_setting(diagnosis.setting)
+        for name in ("oracle_prefixes", "training_prompts", "points", "continuations"):
+            if getattr(diagnosis, name) < 1:
+                raise DBlastError(f"{name} must be at least 1, got {getattr(diagnosis, name)}")
+        if diagnosis.oracle_continuations < 2:
+            raise DBlastError(f"oracle_continuations must be at least 2, got {diagnosis.oracle_continuations}")
+
+    def figure1(self) -> Plan:
+        """The plan of Figure 1's drafters: K = 1 with NLL and K = 4 with AL, fine-tuned on text of one task and setting."""
+        d = self.diagnosis
+        tasks = d.training_tasks or (d.task,)
+        data = replace(
+            self.data, tasks=tasks, training_setting=d.setting, training_prompts=d.training_prompts, settings=(d.setting,)
+        )
+        return replace(
+            self,
+            data=data,
+            pretrain_data=self.data,
+            variants=FIGURE1,
+            category_temperatures=(d.category_temperature,),
+        )
 
     def finetune_config(self, variant: Variant, seed: int) -> TrainingConfig:
         """The fine-tuning configuration of one variant and seed."""
@@ -200,6 +253,7 @@ TINY = Plan(
     finetune=TrainingConfig(steps=300, learning_rate=2e-3, sequences=8, anchors=16, evaluate_every=50),
     variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION,
     seeds=(0, 1, 2),
+    diagnosis=DiagnosisConfig(task="story"),
 )
 
 SMOLLM2 = Plan(
@@ -222,6 +276,7 @@ SMOLLM2 = Plan(
         steps=60, learning_rate=3e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=20
     ),
     precision="bfloat16",
+    diagnosis=DiagnosisConfig(oracle_prefixes=48, oracle_continuations=64, training_prompts=256, points=240),
 )
 
 
@@ -257,6 +312,8 @@ def _qwen3(size: str) -> Plan:
         variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION,
         precision="bfloat16",
         parallel=False,
+        # The training mixture does not mark creative prompts.
+        diagnosis=DiagnosisConfig(training_tasks=("chat",), training_prompts=5_000, points=5_000),
     )
 
 
@@ -272,6 +329,9 @@ PROFILES: dict[str, Profile] = {
                 finetune=replace(TINY.finetune, steps=80, evaluate_every=40),
                 variants=MAIN,
                 seeds=(0,),
+                diagnosis=replace(
+                    TINY.diagnosis, oracle_prefixes=24, oracle_continuations=64, training_prompts=256, points=96
+                ),
             ),
             replace(
                 SMOLLM2,
@@ -286,11 +346,20 @@ PROFILES: dict[str, Profile] = {
                 ),
                 pretrain=replace(SMOLLM2.pretrain, steps=10, sequences=4, anchors=16, evaluate_every=10),
                 finetune=replace(SMOLLM2.finetune, steps=5, anchors=16, evaluate_every=5),
+                diagnosis=replace(
+                    SMOLLM2.diagnosis,
+                    setting="low",
+                    oracle_prefixes=4,
+                    oracle_continuations=8,
+                    training_prompts=16,
+                    points=8,
+                    continuations=8,
+                ),
             ),
         ),
         minutes=5.5,
     ),
-    "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=40),
+    "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=50),
     "qwen3-4b": Profile("qwen3-4b", (_qwen3("4B"),)),
     "qwen3-8b": Profile("qwen3-8b", (_qwen3("8B"),)),
 }

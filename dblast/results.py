@@ -19,8 +19,10 @@ from pathlib import Path
 import pandas as pd
 
 from dblast import synthetic
+from dblast.diagnosis_stages import collect_branches, collect_figure1, collect_oracle, collect_rejections
 from dblast.errors import ArtefactError, DBlastError
 from dblast.experiments import (
+    collect_scores,
     open_drafter,
     open_target,
     prepare_pretrained,
@@ -37,27 +39,6 @@ from dblast.stages import digest
 from dblast.targets import sha256_file
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas")
-
-
-def collect_scores(plan: Plan) -> pd.DataFrame:
-    """Scores of all variants and seeds, one row per trajectory and Z_T, with the columns that name them."""
-    prepare_variants(plan)
-    tables = []
-    for variant in plan.variants:
-        for seed in plan.seeds:
-            table = pd.read_parquet(variant_stage(plan, variant, seed).folder / "scores.parquet")
-            names = {
-                "target": plan.label,
-                "method": variant.method,
-                "K": variant.K,
-                "loss": variant.loss,
-                "construction": variant.construction,
-                "seed": seed,
-            }
-            for place, (column, value) in enumerate(names.items()):
-                table.insert(place, column, value)
-            tables.append(table)
-    return pd.concat(tables, ignore_index=True)
 
 
 def collect_history(plan: Plan) -> pd.DataFrame:
@@ -141,7 +122,21 @@ TABLES: dict[str, Callable[[Plan], pd.DataFrame]] = {
     "determinism": collect_determinism,
     "target": collect_target,
     "parameters": collect_parameters,
+    "oracle": collect_oracle,
+    "figure1": collect_figure1,
+    "branches": collect_branches,
+    "rejections": collect_rejections,
 }
+#: Tables that the plan's diagnosis sizes determine; the others do not depend on them.
+DIAGNOSIS_TABLES = ("oracle", "figure1", "branches")
+
+
+def plan_digest(plan: Plan, name: str) -> str:
+    """Hash of all of a plan that determines a result table."""
+    values = asdict(plan)
+    if name not in DIAGNOSIS_TABLES:
+        values.pop("diagnosis")
+    return digest(values)
 
 
 def results_folder(profile: str) -> Path:
@@ -170,7 +165,7 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
         entry = read_provenance(profile.name).get(path.name, {})
         if entry.get("sha256") != sha256_file(path):
             raise ArtefactError(f"{path.name} of profile {profile.name!r} is damaged; open it with recompute=True")
-        if entry.get("plan") != digest(plan):
+        if entry.get("plan") != plan_digest(plan, name):
             raise ArtefactError(
                 f"{path.name} of profile {profile.name!r} was made by another configuration; open it with recompute=True"
             )
@@ -181,7 +176,7 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
     scratch = path.with_suffix(".part")
     table.to_parquet(scratch, index=False, compression="zstd")
     os.replace(scratch, path)
-    _note(profile.name, path, plan, time.monotonic() - start)
+    _note(profile.name, path, plan, plan_digest(plan, name), time.monotonic() - start)
     return table
 
 
@@ -197,10 +192,10 @@ def read_provenance(profile: str) -> dict:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
-def _note(profile: str, path: Path, plan: Plan, seconds: float) -> None:
+def _note(profile: str, path: Path, plan: Plan, made_by: str, seconds: float) -> None:
     record = read_provenance(profile)
     record[path.name] = {
-        "plan": digest(plan),
+        "plan": made_by,
         "configuration": asdict(plan),
         "sha256": sha256_file(path),
         "seconds": round(seconds, 1),

@@ -8,13 +8,19 @@ from dblast.claims import verdict
 from dblast.errors import DBlastError
 from dblast.estimates import (
     Estimate,
+    Resampled,
     accepted_length,
     accepted_length_rows,
+    best_category_temperature_shift,
     choose_category_temperature,
+    combination,
+    common_seeds,
     difference,
     gain,
+    gain_difference,
     held_out_at_chosen,
     seed_spread,
+    with_seed_noise,
 )
 
 
@@ -88,8 +94,66 @@ def test_gain_agrees_with_a_bootstrap_over_prompts():
 
 
 def test_different_prompts_cannot_be_paired():
+    two, three = scores([10.0, 20.0]), scores([10.0, 20.0, 30.0])
     with pytest.raises(DBlastError, match="same prompts"):
-        difference(scores([10.0, 20.0]), scores([10.0, 20.0, 30.0]))
+        difference(two, three)
+    with pytest.raises(DBlastError, match="same prompts"):
+        combination([(1.5, two), (-0.5, two), (-1, three)])
+    with pytest.raises(DBlastError, match="same prompts"):
+        gain_difference(two, two, three, three)
+    with pytest.raises(DBlastError, match="at least one table"):
+        combination([])
+
+
+def test_combination_adds_values_and_influences_with_their_coefficients():
+    # Accepted lengths 1, 1, 1; influences (1, -1), (0, 0), (-1, 1).
+    rising, flat, falling = scores([10.0, 30.0]), scores([20.0, 20.0]), scores([30.0, 10.0])
+    estimate = combination([(1.5, rising), (-0.5, flat), (-1, falling)])
+    assert estimate.value == pytest.approx(0)
+    assert estimate.standard_error == pytest.approx(2.5)
+    # Errors added in squares would be sqrt(1.5^2 + 1); signs of the influences would be lost.
+    same = combination([(1.5, rising), (-0.5, flat), (-1, rising)])
+    assert same.standard_error == pytest.approx(0.5)
+    assert (same.n, same.seeds) == (2, None)
+
+
+@pytest.mark.parametrize("macro", [False, True])
+def test_difference_is_a_combination(macro):
+    rng = np.random.default_rng(3)
+    ours, base = scores(rng.uniform(8, 30, 12)), scores(rng.uniform(8, 30, 12))
+    assert difference(ours, base, macro) == combination([(1, ours), (-1, base)], macro)
+    twice = combination([(2, ours)], macro)
+    assert twice.standard_error == pytest.approx(2 * accepted_length(ours, macro).standard_error)
+
+
+def test_paired_combination_of_correlated_variants_is_surer_than_an_unpaired_one():
+    rng = np.random.default_rng(4)
+    base = rng.uniform(8, 30, 80)
+    terms = [(c, scores(base * f * rng.uniform(0.97, 1.03, 80))) for c, f in ((1.5, 0.8), (-0.5, 1.0), (-1.0, 0.75))]
+    unpaired = np.sqrt(sum((c * accepted_length(rows).standard_error) ** 2 for c, rows in terms))
+    paired = combination(terms)
+    assert paired.standard_error < 0.5 * unpaired
+    draws = []
+    for _ in range(1000):
+        index = rng.integers(0, 80, 80)
+        draws.append(sum(c * (3200 / rows.passes.to_numpy()[index].sum() - 1) for c, rows in terms))
+    assert paired.standard_error == pytest.approx(np.std(draws), rel=0.15)
+
+
+def test_gain_difference_is_paired_by_prompt():
+    rng = np.random.default_rng(5)
+    base, other_base = rng.uniform(8, 30, 80), rng.uniform(8, 30, 80)
+    noise = rng.uniform(0.8, 1.0, 80)
+    pairs = [scores(base * noise), scores(base), scores(other_base * noise), scores(other_base)]
+    estimate = gain_difference(*pairs)
+    assert estimate.value == pytest.approx(gain(*pairs[:2]).value - gain(*pairs[2:]).value)
+    draws = []
+    for _ in range(2000):
+        index = rng.integers(0, 80, 80)
+        a, b, c, d = (3200 / rows.passes.to_numpy()[index].sum() - 1 for rows in pairs)
+        draws.append(100 * (a / b - c / d))
+    assert estimate.standard_error == pytest.approx(np.std(draws), rel=0.15)
+    assert gain_difference(*pairs[:2], *pairs[:2]).standard_error == pytest.approx(0, abs=1e-9)
 
 
 def _sweep(split, best):
@@ -122,6 +186,135 @@ def test_seed_spread_is_apart_from_prompt_noise():
     assert np.isnan(seed_spread(scores([20.0] * 4)))
 
 
+def _seeds(*passes, **names):
+    return pd.concat([scores(rows, seed=seed, **names) for seed, rows in enumerate(passes)])
+
+
+def test_seed_noise_adds_to_the_error_over_prompts_in_squares():
+    # Lengths 1.0 and 1.5, the same for all prompts: no noise of prompts, 0.25 of seeds.
+    estimate = with_seed_noise(accepted_length, _seeds([20.0] * 4, [16.0] * 4))
+    assert estimate.value == pytest.approx(160 / 144 * 2 - 1)
+    assert estimate.standard_error == pytest.approx(0.25)
+    assert (estimate.n, estimate.seeds) == (4, 2)
+    rows = _seeds([10.0, 30, 20, 18], [11.0, 25, 14, 14], [12.0, 20, 20, 20])
+    lengths = [accepted_length(part).value for _, part in rows.groupby("seed")]
+    expected = np.hypot(accepted_length(rows).standard_error, np.std(lengths, ddof=1) / np.sqrt(3))
+    assert with_seed_noise(accepted_length, rows).standard_error == pytest.approx(expected)
+
+
+def test_one_seed_leaves_the_error_over_prompts_and_says_so():
+    rows = scores([10.0, 30, 20, 18])
+    estimate = with_seed_noise(accepted_length, rows, macro=True)
+    assert estimate.standard_error == accepted_length(rows, macro=True).standard_error
+    assert estimate.seeds == 1
+
+
+def test_seed_noise_that_both_sides_share_cancels():
+    """Seeds compared one by one: a mutant that adds the two sides' spreads finds 0.25 here."""
+    base = _seeds([20.0] * 4, [16.0] * 4)
+    # Accepted length larger by 0.5 in each seed.
+    ours = _seeds([16.0] * 4, [40 / 3] * 4)
+    assert [seed_spread(rows) for rows in (ours, base)] == pytest.approx([np.std([1, 1.5], ddof=1)] * 2)
+    assert with_seed_noise(difference, ours, base).standard_error == pytest.approx(0, abs=1e-9)
+    assert with_seed_noise(gain, ours, base).standard_error == pytest.approx(100 * (1 / 2 - 1 / 3) / 2)
+
+
+def test_seed_noise_wants_the_same_seeds_and_common_seeds_finds_them():
+    three, one = _seeds([20.0] * 4, [16.0] * 4, [10.0] * 4), _seeds([18.0] * 4)
+    with pytest.raises(DBlastError, match="same seeds"):
+        with_seed_noise(difference, three, one)
+    shared = common_seeds(three, one)
+    assert [set(rows.seed) for rows in shared] == [{0}, {0}]
+    estimate = with_seed_noise(difference, *shared)
+    assert estimate.seeds == 1 and estimate.value == pytest.approx(1 - 40 / 18 + 1)
+    with pytest.raises(DBlastError, match="no training seed in common"):
+        common_seeds(three, scores([18.0] * 4, seed=7))
+    with pytest.raises(DBlastError, match="no scores"):
+        common_seeds(three, one[:0])
+
+
+TEMPERATURES = (0.0, 0.4, 0.8)
+
+
+def _grid(*passes_by_temperature, seed=0, **names):
+    """DBlast scores with given passes at every Z_T."""
+    parts = zip(TEMPERATURES, passes_by_temperature, strict=True)
+    return pd.concat([scores(p, method="DBlast", k=4, loss="AL", temperature=t, seed=seed, **names) for t, p in parts])
+
+
+def test_a_clear_shift_of_the_best_temperature_is_certain():
+    low, high = _grid([22.0] * 6, [21.0] * 6, [20.0] * 6), _grid([20.0] * 6, [21.0] * 6, [22.0] * 6)
+    estimate = best_category_temperature_shift(low, high)
+    assert (estimate.value, *estimate.interval) == (0.8, 0.8, 0.8)
+    assert verdict(estimate) == "reproduced" and (estimate.n, estimate.seeds) == (6, 1)
+    assert verdict(best_category_temperature_shift(high, low)) == "not reproduced"
+    still = best_category_temperature_shift(low, low)
+    assert (still.value, *still.interval) == (0, 0, 0) and verdict(still) == "undecided"
+
+
+def test_temperature_ties_go_to_the_smaller_one_as_in_the_choice():
+    tied, flat = _grid([22.0] * 4, [20.0] * 4, [20.0] * 4), _grid([20.0] * 4, [20.0] * 4, [20.0] * 4)
+    assert best_category_temperature_shift(tied, flat).value == 0.4
+
+
+def test_prompts_that_disagree_leave_the_shift_undecided():
+    mixed = _grid([20.0, 22] * 6, [21.0, 21] * 6, [22.0, 19.9] * 6)
+    low, high = best_category_temperature_shift(mixed, _grid([20.0] * 12, [21.0] * 12, [22.0] * 12)).interval
+    assert (low, high) == (0.0, 0.8)
+
+
+def test_seeds_that_disagree_leave_the_shift_undecided():
+    seeds = [_grid([20.0] * 6, [21.0] * 6, [22.0] * 6, seed=0), _grid([22.0] * 6, [21.0] * 6, [19.0] * 6, seed=1)]
+    fixed = _grid([20.0] * 6, [21.0] * 6, [22.0] * 6)
+    both = best_category_temperature_shift(pd.concat(seeds), pd.concat([fixed, fixed.assign(seed=1)]))
+    assert both.seeds == 2 and both.value == 0.8 and both.interval == (0.0, 0.8)
+
+
+def test_the_bootstrap_draws_prompts_once_for_both_sides():
+    """Against a loop over the same draws."""
+    rng = np.random.default_rng(6)
+    hard = rng.uniform(14, 26, 10)
+    sides = [_grid(*(hard + rng.uniform(-1, 1, (3, 10)))) for _ in range(2)]
+    again = np.random.default_rng(7)
+    again.multinomial(1, [1.0], size=40)
+    shifts = []
+    for weights in again.multinomial(10, np.full(10, 0.1), size=40):
+        best = []
+        for side in sides:
+            # Prompts in the order of the estimate: by task and name.
+            tables = [side[side.category_temperature == t].sort_values(["task", "prompt_id"]) for t in TEMPERATURES]
+            passes = [(weights * table.passes.to_numpy()).sum() for table in tables]
+            best.append(TEMPERATURES[int(np.argmin(passes))])
+        shifts.append(best[0] - best[1])
+    estimate = best_category_temperature_shift(*sides, replicates=40, generator=np.random.default_rng(7))
+    assert estimate.interval == (np.sort(shifts)[0], np.sort(shifts)[39])
+    # The same side twice never moves, whatever is drawn: two draws would.
+    assert best_category_temperature_shift(sides[0], sides[0]).interval == (0, 0)
+    assert len(set(shifts)) > 2
+
+
+def test_the_bootstrap_repeats_itself_and_leaves_the_global_random_state_alone():
+    rng = np.random.default_rng(8)
+    sides = [_grid(*rng.uniform(18, 22, (3, 10))) for _ in range(2)]
+    state = np.random.get_state()[1].tolist()
+    assert best_category_temperature_shift(*sides) == best_category_temperature_shift(*sides)
+    assert np.random.get_state()[1].tolist() == state
+
+
+def test_temperature_shift_refuses_what_cannot_be_compared():
+    grid = _grid([20.0] * 4, [21.0] * 4, [22.0] * 4)
+    with pytest.raises(DBlastError, match="same prompts, seeds and category temperatures"):
+        best_category_temperature_shift(grid, grid[grid.category_temperature > 0])
+    with pytest.raises(DBlastError, match="same prompts, seeds and category temperatures"):
+        best_category_temperature_shift(grid, grid.assign(prompt_id="other-" + grid.prompt_id))
+    with pytest.raises(DBlastError, match="every seed and category temperature"):
+        best_category_temperature_shift(grid, grid[1:])
+    with pytest.raises(DBlastError, match="every seed and category temperature"):
+        best_category_temperature_shift(*[pd.concat([grid, grid[grid.prompt_id != "p0"].assign(seed=1)])] * 2)
+    with pytest.raises(DBlastError, match="no category temperatures"):
+        best_category_temperature_shift(scores([20.0] * 4), scores([20.0] * 4))
+
+
 def test_result_rows_carry_n_and_error_for_every_task_and_seed():
     rows = accepted_length_rows(pd.concat([scores([20.0, 18, 25, 16], seed=s) for s in (0, 1)]))
     assert set(rows.task) == {"a", "b", "average"} and set(rows.seed) == {"all", "0", "1"}
@@ -135,6 +328,9 @@ def test_result_rows_carry_n_and_error_for_every_task_and_seed():
         (Estimate(-1.0, 0.1, 9), "not reproduced"),
         (Estimate(0.1, 0.1, 9), "undecided"),
         (Estimate(1.0, float("nan"), 1), "undecided"),
+        (Resampled(0.4, 0.2, 0.6, 9, 1), "reproduced"),
+        (Resampled(0.4, 0.0, 0.6, 9, 1), "undecided"),
+        (Resampled(-0.4, -0.6, -0.2, 9, 1), "not reproduced"),
     ],
 )
 def test_the_interval_alone_decides_a_verdict(estimate, expected):

@@ -15,8 +15,7 @@ from packaging.utils import canonicalize_name
 
 from dblast.paths import FIGURES, NOTEBOOKS, ROOT
 from dblast.profiles import PROFILES
-from dblast.results import TABLES, read_provenance, results_folder
-from dblast.stages import digest
+from dblast.results import TABLES, plan_digest, read_provenance, results_folder
 from dblast.targets import sha256_file
 
 NOTEBOOK_FILES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
@@ -101,7 +100,7 @@ def test_committed_results_are_those_of_the_cpu_profile():
             if table == "target" and plan.tiny is None:
                 continue  # only a target that the project trains has a training curve
             name = f"{plan.label}-{table}.parquet"
-            assert record[name]["plan"] == digest(plan), f"{name} was made by another plan"
+            assert record[name]["plan"] == plan_digest(plan, table), f"{name} was made by another plan"
             assert record[name]["sha256"] == sha256_file(results_folder("cpu") / name)
 
 

@@ -50,11 +50,12 @@ def test_every_result_table_was_made_with_provenance():
 
 def test_figures_and_tables_are_there_and_not_empty():
     folder = FIGURES / "smoke"
-    names = ["mismatch", "determinism", "gains", "figure3", "figure2_tiny", "figure2_smollm2", "training_tiny"]
+    names = ["mismatch", "determinism", "oracle", "figure1", "rejections_tiny", "rejections_smollm2"]
+    names += ["gains", "figure3", "figure2_tiny", "figure2_smollm2", "training_tiny"]
     for name in names:
         for suffix in ("pdf", "png", "csv", "txt"):
             assert (folder / f"{name}.{suffix}").stat().st_size > 20
-    for name in ("table1", "table2_tiny", "table2_smollm2", "table3_tiny", "table8"):
+    for name in ("table1", "table2_tiny", "table2_smollm2", "table3_tiny", "table5", "table8", "table9_tiny", "oracle"):
         for suffix in ("csv", "md", "tex"):
             assert (folder / "tables" / f"{name}.{suffix}").stat().st_size > 20
 
@@ -71,6 +72,14 @@ def test_fresh_category_heads_barely_disturb_the_pretrained_drafter(plan):
     starts = history[(history.stage == "finetune") & (history.step == 0)].accepted_per_anchor
     assert len(starts) == len(plan.variants) * len(plan.seeds)
     assert starts.between(0.9 * end, 1.1 * end).all(), f"pre-training ended at {end}, fine-tuning began at {starts}"
+
+
+def test_perfect_marginals_lose_to_four_blocks_on_the_trained_target():
+    """Oracle proposals: at high determinism the gap is many errors wide."""
+    table = open_table(PROFILE, "tiny", "oracle")
+    wide = table[table.setting == "high"].pivot_table(index="prompt_id", columns="proposal", values="accepted_length")
+    gap = wide["best 4 blocks"] - wide["best 1 block"]
+    assert gap.mean() > 3 * gap.std() / len(gap) ** 0.5
 
 
 def test_accepted_length_falls_with_determinism():

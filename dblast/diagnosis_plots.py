@@ -1,0 +1,184 @@
+"""Figures of notebook 01: proposals on a solvable process, oracle proposals, Figure 1, where acceptance is lost."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from dblast.plotting import METHOD_COLOURS, SETTING_LABELS, name_settings
+from dblast.tables import METHODS, SETTINGS_ORDER, read_paper
+
+#: Independent proposals are grey; more branches, warmer (Okabe and Ito).
+_K_COLOURS = {1: "#0072B2", 2: "#E69F00", 4: "#D55E00"}
+_MARKERS = ("o", "s", "D", "^", "v")
+
+#: Causes of a rejection: column, what it is, colour.
+CAUSES = (
+    ("underweighted", "offered, with too little probability", "#009E73"),
+    ("other_branch", "only in a branch already contradicted", "#E69F00"),
+    ("not_offered", "among the drafter's top 4, in no branch", "#56B4E9"),
+    ("unknown", "not among the drafter's top 4", "#555555"),
+)
+
+
+def mismatch_figure(table: pd.DataFrame, block_length: int) -> Figure:
+    """Accepted length of every proposal on the solvable process against temperature: sampled left, greedy right."""
+    figure, panels = plt.subplots(1, 2, figsize=(6.8, 3.0), sharey=True, layout="constrained")
+    for axes, decoding, title in zip(
+        panels, ("sampled", "greedy branch"), ("tokens sampled in the branch", "greedy branch"), strict=True
+    ):
+        joint = table[table.decoding == "joint"]
+        axes.plot(joint.temperature, joint.accepted_length, color="black", ls=":", lw=1.4, label="true joint")
+        rows = table[table.decoding == decoding]
+        for proposal in dict.fromkeys(rows.proposal):
+            part = rows[rows.proposal == proposal]
+            independent = proposal.startswith("independent")
+            colour = METHOD_COLOURS["DFlash"] if independent else _K_COLOURS[int(part.K.iloc[0])]
+            axes.plot(
+                part.temperature,
+                part.accepted_length,
+                color=colour,
+                ls="--" if independent else "-",
+                marker="o",
+                ms=2.5,
+                lw=1.5,
+                label=proposal,
+            )
+        axes.set(title=title, xlabel="target temperature", ylim=(0, block_length * 1.05))
+        axes.legend(fontsize=7)
+    panels[0].set_ylabel(f"expected accepted length\n(tokens of b = {block_length})")
+    return figure
+
+
+def oracle_figure(summary: pd.DataFrame, block_length: int) -> Figure:
+    """Accepted length of oracle proposals by setting, one panel a target; error bars ±1 SEM over prompts.
+
+    Args:
+        summary: from :func:`dblast.diagnosis_tables.oracle_summary`.
+    """
+    targets = list(dict.fromkeys(summary.target))
+    figure, panels = plt.subplots(
+        1, len(targets), figsize=(3.3 * len(targets), 3.0), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axes, target in zip(panels[0], targets, strict=True):
+        rows = summary[summary.target == target]
+        settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
+        for i, proposal in enumerate(dict.fromkeys(rows.proposal)):
+            part = rows[rows.proposal == proposal].set_index("setting").loc[settings]
+            independent = proposal.startswith("independent")
+            colour = METHOD_COLOURS["DFlash"] if independent else _K_COLOURS[int(proposal.split()[1])]
+            axes.errorbar(
+                np.arange(len(settings)) + 0.04 * (i - 2),
+                part.accepted_length,
+                part.standard_error,
+                color=colour,
+                ls="--" if independent else "-",
+                marker=_MARKERS[i],
+                ms=4,
+                lw=1.3,
+                elinewidth=0.9,
+                label=proposal,
+            )
+        name_settings(axes, settings)
+        axes.set(title=f"{target} (n = {rows.prefixes.iloc[0]} prefixes each)", xlabel="determinism")
+    panels[0, 0].set_ylabel(f"expected accepted length\n(tokens of b = {block_length})")
+    panels[0, -1].legend(fontsize=7)
+    return figure
+
+
+def figure1(bins: pd.DataFrame) -> Figure:
+    """Figure 1: accepted length by early determinism, DFlash against DBlast, ±1 SEM; gain and count at every bin.
+
+    Args:
+        bins: from :func:`dblast.determinism.determinism_bins`.
+    """
+    panels = list(bins.groupby(["target", "split"], sort=False, observed=True))
+    columns = len(set(bins.split))
+    rows = -(-len(panels) // columns)
+    figure, grid = plt.subplots(rows, columns + 1, figsize=(2.9 * (columns + 1), 2.6 * rows), squeeze=False)
+    for (target, split), axes in zip([key for key, _ in panels], grid[:, :columns].flat, strict=True):
+        part = bins[(bins.target == target) & (bins.split == split)]
+        middle = (part.bin_low + part.bin_high) / 2
+        for offset, name, column in ((-0.02, "DFlash", "dflash"), (0.02, "DBlast", "dblast")):
+            axes.errorbar(
+                middle + offset,
+                part[column],
+                part[f"{column}_error"],
+                fmt="s" if name == "DFlash" else "o",
+                ms=4,
+                lw=1.0,
+                color=METHOD_COLOURS[name],
+                label={"DFlash": "independent (K = 1, NLL)", "DBlast": "dependent (K = 4, AL)"}[name],
+            )
+        _bin_axis(axes, middle, part.n, part.gain, np.maximum(part.dflash, part.dblast))
+        axes.set(title=f"{target}, {split.replace('_', '-')} prompts")
+    paper = read_paper("figure1_table5_determinism")
+    for axes in grid[1:, columns]:
+        axes.axis("off")
+    axes = grid[0, columns]
+    middle = (paper.bin_low + paper.bin_high) / 2
+    axes.plot(middle - 0.02, paper.dflash_read_off, "s", ms=4, color=METHOD_COLOURS["DFlash"])
+    axes.plot(middle + 0.02, paper.dblast_read_off, "o", ms=4, color=METHOD_COLOURS["DBlast"])
+    _bin_axis(axes, middle, paper.samples, paper.relative_gain_percent, paper.dblast_read_off)
+    axes.set(title="paper (read off its figure)")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("accepted length (tokens)")
+    grid[0, 0].legend(fontsize=7, loc="upper left")
+    figure.tight_layout()
+    return figure
+
+
+def _bin_axis(axes, middle: pd.Series, counts: pd.Series, gains: pd.Series, tops: pd.Series) -> None:
+    labels = [f"{m - 0.1:.1f}–{m + 0.1:.1f}\nn={n}" for m, n in zip(middle, counts, strict=True)]
+    axes.set_xticks(middle, labels, fontsize=6.5)
+    for m, gain, top in zip(middle, gains, tops, strict=True):
+        text = "" if np.isnan(gain) else f"{gain:+.0f} %"
+        axes.annotate(text, (m, top), textcoords="offset points", xytext=(0, 9), ha="center", fontsize=7)
+    axes.set(xlim=(0, 1), ylim=(0, max(tops) * 1.3), xlabel="early determinism $D_b$")
+
+
+def rejections_figure(summary: pd.DataFrame, target: str) -> Figure:
+    """Conditional acceptance by position (top) and what ends a block (bottom), one column a setting.
+
+    Args:
+        summary: from :func:`dblast.rejections.summarise_rejections` by target, setting and method.
+    """
+    rows = summary[summary.target == target]
+    settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
+    figure, grid = plt.subplots(
+        2, len(settings), figsize=(2.7 * len(settings), 4.9), squeeze=False, sharey="row", layout="constrained"
+    )
+    methods = [m for m in METHODS if m in set(rows.method)]
+    for column, setting in enumerate(settings):
+        top, bottom = grid[:, column]
+        for marker, method in zip(_MARKERS, methods, strict=False):
+            part = rows[(rows.setting == setting) & (rows.method == method)].sort_values("position")
+            top.errorbar(
+                part.position,
+                part.conditional_acceptance,
+                part.standard_error,
+                color=METHOD_COLOURS[method],
+                marker=marker,
+                ms=3.5,
+                lw=1.3,
+                elinewidth=0.8,
+                label=method,
+            )
+        floor = np.zeros(len(methods))
+        for cause, label, colour in CAUSES:
+            share = np.array(
+                [100 * rows[(rows.setting == setting) & (rows.method == m)][cause].sum() for m in methods]
+            )
+            bottom.bar(range(len(methods)), share, 0.7, bottom=floor, color=colour, label=label)
+            floor += share
+        top.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="position in the block", ylim=(0, 1.02))
+        bottom.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
+        bottom.set_ylim(0, 100)
+    grid[0, 0].set_ylabel("P(accepted | reached)")
+    grid[1, 0].set_ylabel(f"blocks ended by (%)\n{target}, n = {rows.n.max()} prompts")
+    grid[0, 0].legend(fontsize=7)
+    handles, labels = grid[1, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=7)
+    return figure

@@ -1,0 +1,149 @@
+"""Tables of notebook 01: oracle proposals, Table 5 (bins of determinism) and Table 9 (branches beside target samples)."""
+
+from __future__ import annotations
+
+import html
+
+import pandas as pd
+
+from dblast.estimates import Estimate
+from dblast.replay import ratio_with_influence, standard_error
+from dblast.tables import SETTINGS_ORDER, Table, read_paper
+
+
+def oracle_summary(table: pd.DataFrame) -> pd.DataFrame:
+    """Mean accepted length of every oracle proposal, standard errors over prompts (prefixes of one are not independent).
+
+    Returns:
+        ``target, setting, proposal, accepted_length, standard_error, prefixes, n`` (prompts).
+    """
+    rows = []
+    order = list(dict.fromkeys(table.proposal))
+    for target in dict.fromkeys(table.target):
+        for setting in SETTINGS_ORDER:
+            for proposal in order:
+                part = table[(table.target == target) & (table.setting == setting) & (table.proposal == proposal)]
+                if part.empty:
+                    continue
+                sums = part.groupby("prompt_id").accepted_length.agg(["sum", "size"])
+                value, influence = ratio_with_influence(sums["sum"].to_numpy(), sums["size"].to_numpy())
+                rows.append(
+                    {
+                        "target": target,
+                        "setting": setting,
+                        "proposal": proposal,
+                        "accepted_length": value,
+                        "standard_error": standard_error(influence),
+                        "prefixes": len(part),
+                        "n": len(sums),
+                    }
+                )
+    return pd.DataFrame(rows)
+
+
+def oracle_display(summary: pd.DataFrame) -> Table:
+    """The oracle proposals as a table, settings side by side."""
+    cells = summary.assign(cell=[f"{v:.2f} ± {e:.2f}" for v, e in zip(summary.accepted_length, summary.standard_error)])
+    display = cells.pivot(index=["target", "proposal"], columns="setting", values="cell")
+    order = [s for s in SETTINGS_ORDER if s in display.columns]
+    index = list(dict.fromkeys(zip(summary.target, summary.proposal, strict=True)))
+    return Table(
+        "oracle",
+        "Oracle proposals",
+        "Expected accepted length of one draft step without any drafter: proposals made from one half of a prefix's "
+        "sampled continuations, scored on the other half; ± one standard error over prompts.",
+        summary,
+        display.loc[index, order].fillna(""),
+    )
+
+
+def _interval(value: float, error: float) -> str:
+    if error != error:
+        return f"{value:+.0f} %"
+    low, high = Estimate(value, error, 0).interval
+    return f"{value:+.0f} % [{low:+.0f}, {high:+.0f}]"
+
+
+def table5(bins: pd.DataFrame) -> Table:
+    """Table 5: relative gain by bin of early determinism with 95 % intervals and counts, beside the paper's."""
+    paper = read_paper("figure1_table5_determinism").set_index("bin_low")
+    lines = []
+    for row in bins.itertuples():
+        printed = paper.loc[row.bin_low]
+        lines.append(
+            {
+                "target": row.target,
+                "prompts": row.split.replace("_", "-"),
+                "D_b": f"{row.bin_low:.1f}–{row.bin_high:.1f}",
+                "points": row.n,
+                "independent": f"{row.dflash:.2f} ± {row.dflash_error:.2f}",
+                "dependent": f"{row.dblast:.2f} ± {row.dblast_error:.2f}",
+                "gain": _interval(row.gain, row.gain_error),
+                "paper": f"{printed.relative_gain_percent:+.0f} % (n = {int(printed.samples)})",
+            }
+        )
+    return Table(
+        "table5",
+        "Table 5",
+        "Accepted length of one draft step by early determinism D_b: independent (K = 1, NLL) against dependent "
+        "(K = 4, AL), ± one standard error over prompts, gain with a 95 % interval.",
+        bins,
+        pd.DataFrame(lines).set_index(["target", "prompts", "D_b"]),
+    )
+
+
+class BranchView:
+    """Table 9 of one target as HTML: the darker a token, the more target continuations begin this way."""
+
+    def __init__(self, rows: pd.DataFrame):
+        self.rows = rows
+
+    def _repr_html_(self) -> str:
+        prefix = self.rows[self.rows.kind == "prefix"].iloc[0]
+        lines = []
+        for row in self.rows[self.rows.kind != "prefix"].itertuples():
+            tokens = "".join(
+                f'<span style="background:rgba(0,114,178,{0.08 + 0.6 * share:.2f});color:#000;'
+                f'padding:1px 3px;margin-right:2px;border-radius:3px">{_visible(token)}</span>'
+                for token, share in zip(row.tokens, row.share, strict=True)
+            )
+            prior = "" if row.prior != row.prior else f"{row.prior:.2f}"
+            lines.append(
+                f'<tr><td style="text-align:left">{row.kind} {row.number}</td><td>{prior}</td>'
+                f'<td style="text-align:left;font-family:monospace">{tokens}</td></tr>'
+            )
+        before = html.escape("".join(prefix.tokens)[-160:])
+        return (
+            f"<p><b>{html.escape(str(prefix.target))}</b>, prompt {html.escape(str(prefix.prompt_id))}, after "
+            f"<i>…{before}</i></p><table><tr><th>block</th><th>prior</th><th>tokens</th></tr>{''.join(lines)}</table>"
+        )
+
+
+def _visible(token: str) -> str:
+    return html.escape(token).replace("\n", "↵").replace(" ", "&nbsp;") or "∅"
+
+
+def table9(branches: pd.DataFrame, target: str) -> Table:
+    """Table 9: target samples beside the K = 1 block and the K branches with their priors, as plain text."""
+    rows = branches[(branches.target == target) & (branches.kind != "prefix")]
+    lines = [
+        {
+            "block": f"{row.kind} {row.number}",
+            "prior": "" if row.prior != row.prior else f"{row.prior:.2f}",
+            "text": "".join(row.tokens).replace("\n", "↵"),
+            "first token's share": f"{row.share[0]:.2f}",
+            "accepted length": "" if row.accepted_length != row.accepted_length else f"{row.accepted_length:.2f}",
+        }
+        for row in rows.itertuples()
+    ]
+    flat = rows.assign(tokens=["|".join(t) for t in rows.tokens], share=["|".join(f"{s:.2f}" for s in r) for r in rows.share])
+    prompt = rows.prompt_id.iloc[0] if len(rows) else ""
+    return Table(
+        f"table9_{target}",
+        f"Table 9 ({target})",
+        f"Target samples beside what two drafters offer after one held-out prefix (prompt {prompt}, the truncation point "
+        "of median D_b). Share: fraction of the target's continuations that begin with the block's first token; "
+        "accepted length of a draft step over all of them.",
+        flat,
+        pd.DataFrame(lines).set_index("block"),
+    )
