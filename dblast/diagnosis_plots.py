@@ -25,7 +25,7 @@ CAUSES = (
 
 def mismatch_figure(table: pd.DataFrame, block_length: int) -> Figure:
     """Accepted length of every proposal on the solvable process against temperature: sampled left, greedy right."""
-    figure, panels = plt.subplots(1, 2, figsize=(6.8, 3.0), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(7.2, 2.8), sharey=True, layout="constrained")
     for axes, decoding, title in zip(
         panels, ("sampled", "greedy branch"), ("tokens sampled in the branch", "greedy branch"), strict=True
     ):
@@ -44,10 +44,10 @@ def mismatch_figure(table: pd.DataFrame, block_length: int) -> Figure:
                 marker="o",
                 ms=2.5,
                 lw=1.5,
-                label=proposal,
+                label="independent, true marginals" if independent else f"K = {int(part.K.iloc[0])}",
             )
         axes.set(title=title, xlabel="target temperature", ylim=(0, block_length * 1.05))
-        axes.legend(fontsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
     panels[0].set_ylabel(f"expected accepted length\n(tokens of b = {block_length})")
     return figure
 
@@ -82,7 +82,7 @@ def oracle_figure(summary: pd.DataFrame, block_length: int) -> Figure:
                 label=proposal,
             )
         name_settings(axes, settings)
-        axes.set(title=f"{target} (n = {rows.prefixes.iloc[0]} prefixes each)", xlabel="determinism")
+        axes.set(title=f"{target} (n = {rows.prefixes.iloc[0]} prefixes each)", xlabel="determinism", ylim=(0, block_length))
     panels[0, 0].set_ylabel(f"expected accepted length\n(tokens of b = {block_length})")
     panels[0, -1].legend(fontsize=7)
     return figure
@@ -112,7 +112,8 @@ def figure1(bins: pd.DataFrame) -> Figure:
                 color=METHOD_COLOURS[name],
                 label={"DFlash": "independent (K = 1, NLL)", "DBlast": "dependent (K = 4, AL)"}[name],
             )
-        _bin_axis(axes, middle, part.n, part.gain, np.maximum(part.dflash, part.dblast))
+        tops = np.fmax(part.dflash + part.dflash_error.fillna(0), part.dblast + part.dblast_error.fillna(0))
+        _bin_axis(axes, middle, part.n, part.gain, tops)
         axes.set(title=f"{target}, {split.replace('_', '-')} prompts")
     paper = read_paper("figure1_table5_determinism")
     for axes in grid[1:, columns]:
@@ -125,7 +126,7 @@ def figure1(bins: pd.DataFrame) -> Figure:
     axes.set(title="paper (read off its figure)")
     for axes in grid[:, 0]:
         axes.set_ylabel("accepted length (tokens)")
-    grid[0, 0].legend(fontsize=7, loc="upper left")
+    grid[0, 0].legend(fontsize=7, loc="lower right")
     figure.tight_layout()
     return figure
 
@@ -135,7 +136,7 @@ def _bin_axis(axes, middle: pd.Series, counts: pd.Series, gains: pd.Series, tops
     axes.set_xticks(middle, labels, fontsize=6.5)
     for m, gain, top in zip(middle, gains, tops, strict=True):
         text = "" if np.isnan(gain) else f"{gain:+.0f} %"
-        axes.annotate(text, (m, top), textcoords="offset points", xytext=(0, 9), ha="center", fontsize=7)
+        axes.annotate(text, (m, top), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
     axes.set(xlim=(0, 1), ylim=(0, max(tops) * 1.3), xlabel="early determinism $D_b$")
 
 
