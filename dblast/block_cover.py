@@ -14,9 +14,11 @@ the value of tree verification. The best K branches are therefore the K
 root-to-leaf paths that cover the largest total weight of trie nodes. In a tree,
 taking the block that adds the most uncovered weight, K times, is optimal.
 
-The distribution is finite: N blocks with weights, be it an enumerated law or a
-sample with weight 1/N each. Weights are used as they are; lengths are expected
-accepted tokens if they sum to one.
+The distribution is finite: N blocks with weights, an enumerated law or a sample
+with weight 1/N each. Where the probability of every prefix is known, as it is of
+blocks that a target sampled, weights are (N, b): p of each block's beginnings.
+Weights are used as they are; lengths are expected accepted tokens if they are
+probabilities.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ def best_blocks(blocks: Tensor, weight: Tensor, count: int) -> tuple[Tensor, Ten
 
     Args:
         blocks: (N, b) integer tokens; repeated blocks add their weights.
-        weight: (N,) non-negative probabilities.
+        weight: (N,) non-negative probabilities of blocks, or (N, b) of their beginnings (equal where these are).
         count: K, number of branches wanted.
 
     Returns:
@@ -73,7 +75,7 @@ def cover_value(branches: Tensor, blocks: Tensor, weight: Tensor) -> float:
 
     Args:
         branches: (K, b) tokens; repeated branches count once.
-        blocks, weight: (N, b) and (N,), the target's distribution.
+        blocks, weight: the target's distribution, (N, b) and (N,).
 
     Raises:
         DBlastError: no blocks or branches, wrong shapes, or bad weights.
@@ -110,8 +112,11 @@ def _checked(blocks: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """int64 blocks and float64 weights, or an error that says what is wrong."""
     if blocks.ndim != 2 or blocks.numel() == 0:
         raise DBlastError(f"blocks must be a non-empty (N, b) tensor, got shape {tuple(blocks.shape)}")
-    if weight.shape != blocks.shape[:1]:
-        raise DBlastError(f"need one weight per block: {len(blocks)} blocks, weights of shape {tuple(weight.shape)}")
+    if weight.shape not in (blocks.shape[:1], blocks.shape):
+        raise DBlastError(
+            f"need one weight per block, or one per beginning of a block: blocks of shape {tuple(blocks.shape)}, "
+            f"weights of shape {tuple(weight.shape)}"
+        )
     weight = weight.double()
     if not bool((weight.isfinite() & (weight >= 0)).all()) or not bool(weight.sum() > 0):
         raise DBlastError("weights must be finite and not negative, and at least one must be positive")
@@ -127,13 +132,17 @@ def _trie(blocks: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tenso
         every node (M,), and the row of every input block (N,).
     """
     rows, inverse = torch.unique(blocks, dim=0, return_inverse=True)
-    mass = torch.zeros(len(rows), dtype=weight.dtype).index_add_(0, inverse, weight)
     # Rows are sorted, so equal prefixes are neighbours: a node starts where any column so far changes.
     starts = torch.ones(rows.shape, dtype=torch.bool)
     starts[1:] = (rows[1:] != rows[:-1]).int().cumsum(-1) > 0
     node = starts.T.flatten().cumsum(0).view(rows.shape[1], -1).T - 1
     node_weight = torch.zeros(int(node[-1, -1]) + 1, dtype=weight.dtype)
-    node_weight.index_add_(0, node.flatten(), mass.unsqueeze(-1).expand(rows.shape).flatten())
+    if weight.ndim == 2:
+        # Already the probability of the node, the same from every block that passes through it.
+        node_weight.scatter_reduce_(0, node[inverse].flatten(), weight.flatten(), "amax")
+    else:
+        mass = torch.zeros(len(rows), dtype=weight.dtype).index_add_(0, inverse, weight)
+        node_weight.index_add_(0, node.flatten(), mass.unsqueeze(-1).expand(rows.shape).flatten())
     return rows, node, node_weight, inverse
 
 
@@ -144,7 +153,7 @@ def _branch_nodes(branches: Tensor, blocks: Tensor, weight: Tensor) -> tuple[Ten
         raise DBlastError(f"branches must be a non-empty (K, {blocks.shape[1]}) tensor like the blocks, got {shape}")
     # Branches join the trie with no weight of their own: they need not be among the blocks.
     together = torch.cat([blocks, branches.long()])
-    _, node, node_weight, inverse = _trie(together, torch.cat([weight, weight.new_zeros(len(branches))]))
+    _, node, node_weight, inverse = _trie(together, torch.cat([weight, weight.new_zeros((len(branches), *weight.shape[1:]))]))
     return node[inverse[len(blocks) :]], node_weight
 
 

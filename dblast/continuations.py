@@ -54,11 +54,12 @@ class Continuations:
 
 
 def draw_prefixes(
-    trajectories: Sequence[Trajectory], rows: Sequence[int], count: int, block_length: int, generator: torch.Generator
+    response_lengths: Sequence[int], rows: Sequence[int], count: int, block_length: int, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """Truncation points, uniform over all places of the chosen trajectories that leave room for a block.
 
     Args:
+        response_lengths: response tokens of every trajectory.
         rows: trajectories to cut.
         count: P, drawn without repetition.
 
@@ -68,7 +69,7 @@ def draw_prefixes(
     Raises:
         DBlastError: there are fewer such places than asked for.
     """
-    places = [(r, a) for r in rows for a in range(len(trajectories[r].response_ids) - block_length + 1)]
+    places = [(r, a) for r in rows for a in range(response_lengths[r] - block_length + 1)]
     if len(places) < count:
         raise DBlastError(
             f"{count} truncation points were asked for, but only {len(places)} places leave room for "
@@ -177,28 +178,35 @@ def store_continuations(
     continuations: int,
     block_length: int,
     seed: int,
-    rows_per_pass: int = 512,
+    tokens_per_pass: int = 2**17,
     description: str = "continuations",
 ) -> Continuations:
     """Continue chosen truncation points into ``folder``; goes on where a killed run stopped.
 
     Args:
         row, emitted: (P,) from :func:`draw_prefixes`.
-        rows_per_pass: P * M of one pass, at most (but at least one prefix).
+        tokens_per_pass: cached tokens of one pass at most, P * M * (longest prefix + b), but at least one
+            prefix: every continuation holds a copy of its prefix's keys and values.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    length = [len(trajectories[r].prompt_ids) + a for r, a in zip(row.tolist(), emitted.tolist(), strict=True)]
+    prefixes = [trajectories[r].tokens for r in row.tolist()]
+    prompts = [len(trajectories[r].prompt_ids) for r in row.tolist()]
+    length = [n + a for n, a in zip(prompts, emitted.tolist(), strict=True)]
     # Prefixes of like length share a pass; the order is undone when the shards are read.
     order = sorted(range(len(row)), key=lambda i: (length[i], i))
-    group = max(1, rows_per_pass // continuations)
-    batches = [order[i : i + group] for i in range(0, len(order), group)]
+    batches: list[list[int]] = []
+    for i in order:
+        rows = (len(batches[-1]) + 1) * continuations if batches else 0
+        if not batches or rows * (length[i] + block_length) > tokens_per_pass:
+            batches.append([])
+        batches[-1].append(i)
     with progress(len(row) * continuations * block_length, description, unit="token") as bar:
         for index, batch in enumerate(batches):
             path = folder / f"shard-{index:05d}.safetensors"
             if not path.exists():
                 made = sample_continuations(
                     target,
-                    [trajectories[int(row[i])].tokens[: length[i]] for i in batch],
+                    [prefixes[i][: length[i]] for i in batch],
                     settings,
                     continuations=continuations,
                     block_length=block_length,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -71,23 +71,59 @@ def accepted_over(continuations: Continuations, branches: Tensor, log_prior: Ten
     return expected_accepted(acceptance, continuations.valid.view(-1, b)).view(count, m).mean(-1)
 
 
-def _clustered_mean(values: np.ndarray, clusters: np.ndarray) -> tuple[float, np.ndarray]:
-    """Mean over points, and every cluster's influence on it (sums over clusters, scaled to a mean over clusters)."""
+def _contributions(values: np.ndarray, clusters: np.ndarray) -> tuple[float, pd.Series]:
+    """Mean over points, and what every cluster contributes to its error: the squares add up to the variance."""
     frame = pd.DataFrame({"cluster": clusters, "value": values}).groupby("cluster").value.agg(["sum", "size"])
-    mean = frame["sum"].sum() / frame["size"].sum()
-    return float(mean), ((frame["sum"] - mean * frame["size"]) / frame["size"].mean()).to_numpy()
+    total, n = frame["size"].sum(), len(frame)
+    mean = frame["sum"].sum() / total
+    # n / (n - 1): the same small-sample factor as a standard deviation has.
+    scale = np.sqrt(n / (n - 1)) if n > 1 else np.nan
+    return float(mean), (frame["sum"] - mean * frame["size"]) / total * scale
 
 
-def _error(influence: np.ndarray) -> float:
-    n = len(influence)
-    return float(np.std(influence, ddof=1) / np.sqrt(n)) if n > 1 else float("nan")
+def _error(contributions: pd.Series) -> float:
+    return float(np.sqrt((contributions**2).sum(skipna=False)))
+
+
+def _compare(points: pd.DataFrame) -> dict[str, tuple[float, pd.Series]]:
+    """Baseline, dependent drafts and relative gain (per cent) over the given points, with contributions by prompt."""
+    clusters = points.prompt_id.to_numpy()
+    (base, base_part), (ours, our_part) = (
+        _contributions(points[name].to_numpy(), clusters) for name in ("DFlash", "DBlast")
+    )
+    if base > 0:
+        gain = 100 * (ours / base - 1), 100 * (our_part - (ours / base) * base_part) / base
+    else:
+        gain = float("nan"), base_part * np.nan
+    return {"dflash": (base, base_part), "dblast": (ours, our_part), "gain": gain}
+
+
+def _wide(points: pd.DataFrame) -> pd.DataFrame:
+    """One row per truncation point: ``prompt_id, point, determinism, DFlash, DBlast``, seeds averaged."""
+    index = ["prompt_id", "point", "determinism"]
+    return points.pivot_table(index=index, columns="method", values="accepted_length", aggfunc="mean").reset_index()
+
+
+def _with_seeds(points: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], prompt_error: float) -> float:
+    """Standard error with the training seeds' part: that of the statistic made anew from every seed's points."""
+    seeds = sorted(points.seed.unique())
+    if len(seeds) < 2:
+        return prompt_error
+    values = [statistic(_wide(points[points.seed == seed])) for seed in seeds]
+    return float(np.hypot(prompt_error, np.std(values, ddof=1) / np.sqrt(len(seeds))))
+
+
+def _inside(points: pd.DataFrame, low: float, high: float) -> pd.DataFrame:
+    # The last bin holds D_b = 1 itself.
+    return points[(points.determinism >= low) & ((points.determinism < high) | (high >= 1.0))]
 
 
 def determinism_bins(points: pd.DataFrame, edges: Sequence[float] = EDGES) -> pd.DataFrame:
     """Figure 1 and Table 5: accepted length by bin of D_b, baseline against dependent drafts.
 
     Points of one prompt are not independent of each other: standard errors are
-    over prompts (clusters), and the gain's is paired.
+    over prompts (clusters), paired for the gain, and include the noise of
+    training seeds where there are several.
 
     Args:
         points: one row per truncation point, seed and method: ``target, split,
@@ -96,37 +132,46 @@ def determinism_bins(points: pd.DataFrame, edges: Sequence[float] = EDGES) -> pd
 
     Returns:
         Per target, split and bin that holds at least one point: ``bin_low,
-        bin_high, n`` (points), ``prompts, dflash, dflash_error, dblast,
-        dblast_error, gain, gain_error`` (per cent; NaN errors for a single prompt).
+        bin_high, n`` (points), ``prompts, seeds, dflash, dflash_error, dblast,
+        dblast_error, gain, gain_error`` (per cent; NaN gain where the baseline
+        accepts nothing, NaN errors for a single prompt).
     """
     rows = []
     for (target, split), part in points.groupby(["target", "split"], observed=True, sort=False):
-        wide = part.pivot_table(index=["prompt_id", "point"], columns="method", values="accepted_length", aggfunc="mean")
-        wide["determinism"] = part.groupby(["prompt_id", "point"]).determinism.first()
-        wide = wide.reset_index()
         for low, high in zip(edges[:-1], edges[1:], strict=True):
-            # The last bin holds D_b = 1 itself.
-            inside = wide[(wide.determinism >= low) & ((wide.determinism < high) | (high == edges[-1]))]
+            inside = _inside(part, low, high)
             if inside.empty:
                 continue
-            clusters = inside.prompt_id.to_numpy()
-            base, base_influence = _clustered_mean(inside.DFlash.to_numpy(), clusters)
-            ours, our_influence = _clustered_mean(inside.DBlast.to_numpy(), clusters)
-            gain = (our_influence - (ours / base) * base_influence) / base if base > 0 else our_influence * np.nan
-            rows.append(
-                {
-                    "target": target,
-                    "split": split,
-                    "bin_low": low,
-                    "bin_high": high,
-                    "n": len(inside),
-                    "prompts": len(base_influence),
-                    "dflash": base,
-                    "dflash_error": _error(base_influence),
-                    "dblast": ours,
-                    "dblast_error": _error(our_influence),
-                    "gain": 100 * (ours / base - 1) if base > 0 else float("nan"),
-                    "gain_error": 100 * _error(gain),
-                }
-            )
+            wide = _wide(inside)
+            row = {"target": target, "split": split, "bin_low": low, "bin_high": high, "n": len(wide)}
+            row |= {"prompts": wide.prompt_id.nunique(), "seeds": inside.seed.nunique()}
+            for name, (value, contributions) in _compare(wide).items():
+                error = _with_seeds(inside, lambda w, name=name: _compare(w)[name][0], _error(contributions))
+                row |= {name: value, f"{name}_error": error}
+            rows.append(row)
+    return pd.DataFrame(rows)
+
+
+def gain_by_determinism(points: pd.DataFrame, threshold: float = EDGES[1]) -> pd.DataFrame:
+    """Figure 1's claim as one number: relative gain where D_b < threshold minus that everywhere else, in points.
+
+    Returns:
+        Per target and split: ``low, rest`` (gains in per cent), ``difference, standard_error, n`` (prompts), ``seeds``.
+    """
+
+    def shift(wide: pd.DataFrame) -> tuple[float, float, pd.Series, pd.Series]:
+        left, right = (_compare(_inside(wide, *span))["gain"] for span in ((0.0, threshold), (threshold, 1.0)))
+        return left[0], right[0], left[1], right[1]
+
+    rows = []
+    for (target, split), part in points.groupby(["target", "split"], observed=True, sort=False):
+        wide = _wide(part)
+        if _inside(wide, 0.0, threshold).empty or _inside(wide, threshold, 1.0).empty:
+            continue
+        low, rest, low_part, rest_part = shift(wide)
+        # A prompt may have points on both sides.
+        error = _error(low_part.subtract(rest_part, fill_value=0.0))
+        error = _with_seeds(part, lambda w: shift(w)[0] - shift(w)[1], error)
+        names = {"target": target, "split": split, "low": low, "rest": rest, "difference": low - rest}
+        rows.append(names | {"standard_error": error, "n": wide.prompt_id.nunique(), "seeds": part.seed.nunique()})
     return pd.DataFrame(rows)

@@ -75,7 +75,7 @@ def oracle_figure(summary: pd.DataFrame, block_length: int) -> Figure:
                 part.standard_error,
                 color=colour,
                 ls="--" if independent else "-",
-                marker=_MARKERS[i],
+                marker=_MARKERS[i % len(_MARKERS)],
                 ms=4,
                 lw=1.3,
                 elinewidth=0.9,
@@ -175,6 +175,7 @@ def rejections_figure(summary: pd.DataFrame, target: str) -> Figure:
             bottom.bar(range(len(methods)), share, 0.7, bottom=floor, color=colour, label=label)
             floor += share
         top.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="position in the block", ylim=(0, 1.02))
+        top.set_xlim(0.7, summary.position.max() + 0.3)
         bottom.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
         bottom.set_ylim(0, 100)
     grid[0, 0].set_ylabel("P(accepted | reached)")

@@ -35,6 +35,8 @@ from dblast.trajectories import TrajectorySet
 _CODE = ("continuations", "sampling")
 #: Prompts whose truncation points Figure 1 uses: those its drafters were trained on (as in the paper), and new ones.
 SPLITS = ("training", "held_out")
+#: Random streams of their own: trajectories are sampled with seeds near the plan's.
+_ORACLE_SEED, _FIGURE1_SEEDS = 2_000_003, {"training": 3_000_017, "held_out": 4_000_037}
 #: Target samples shown beside the branches in Table 9.
 SHOWN_SAMPLES = 6
 
@@ -49,7 +51,8 @@ def _continue(plan: Plan, upstream: Stage, rows: list[int], spec: dict, stored: 
     stage = Stage("continuations", spec, _CODE)
 
     def compute(folder: Path) -> None:
-        row, emitted = draw_prefixes(stored, rows, spec["points"], b, torch.Generator().manual_seed(spec["seed"]))
+        generator = torch.Generator().manual_seed(spec["seed"])
+        row, emitted = draw_prefixes(stored.response_lengths(), rows, spec["points"], b, generator)
         store_continuations(
             open_target(plan),
             stored,
@@ -70,7 +73,8 @@ def oracle_continuations(plan: Plan, setting: str) -> tuple[TrajectorySet, Conti
     """Continuations of evaluation texts at one setting, all tasks."""
     d = plan.diagnosis
     stored = prepare_trajectories(plan, setting)
-    spec = {"setting": setting, "points": d.oracle_prefixes, "continuations": d.oracle_continuations, "seed": d.seed}
+    spec = {"setting": setting, "points": d.oracle_prefixes, "continuations": d.oracle_continuations}
+    spec["seed"] = d.seed + _ORACLE_SEED
     return stored, _continue(plan, trajectory_stage(plan, setting), list(range(len(stored))), spec, stored)
 
 
@@ -85,9 +89,9 @@ def figure1_continuations(plan: Plan, split: str) -> tuple[TrajectorySet, Contin
     rows = list(range(len(stored)))
     if split != "training":
         calibration = calibration_ids(plan)
-        labels = [(t.task, t.prompt_id) for t in stored]
-        rows = [i for i, (task, prompt_id) in enumerate(labels) if task == d.task and prompt_id not in calibration]
-    spec = {"setting": d.setting, "points": d.points, "continuations": d.continuations, "seed": d.seed + 1}
+        rows = [i for i, (task, prompt_id) in enumerate(stored.labels()) if task == d.task and prompt_id not in calibration]
+    spec = {"setting": d.setting, "points": d.points, "continuations": d.continuations}
+    spec["seed"] = d.seed + _FIGURE1_SEEDS[split]
     return stored, _continue(plan, trajectory_stage(owner, name), rows, spec, stored)
 
 
@@ -100,7 +104,7 @@ def collect_oracle(plan: Plan) -> pd.DataFrame:
     for setting in plan.data.settings:
         stored, continuations = oracle_continuations(plan, setting)
         table = oracle_table(continuations)
-        names = {r: (stored[r].task, stored[r].prompt_id) for r in table.row.unique()}
+        names = stored.labels()
         table.insert(0, "prompt_id", [names[r][1] for r in table.row])
         table.insert(0, "task", [names[r][0] for r in table.row])
         table.insert(0, "setting", setting)
@@ -126,7 +130,12 @@ def collect_figure1(plan: Plan) -> pd.DataFrame:
     for split in SPLITS:
         stored, continuations = figure1_continuations(plan, split)
         determinism = estimate_determinism(continuations.log_p, continuations.valid).tolist()
-        prompts = {r: stored[r].prompt_id for r in continuations.row.unique().tolist()}
+        # Training prompts repeat; errors are over distinct ones, named by the first that has the text.
+        first: dict[tuple[int, ...], str] = {}
+        prompts = [
+            first.setdefault(ids, prompt_id)
+            for ids, (_, prompt_id) in zip(stored.prompts(), stored.labels(), strict=True)
+        ]
         for variant in FIGURE1:
             for seed in plan.seeds:
                 drafter = _figure1_drafter(plan, variant, seed, target)
@@ -166,7 +175,7 @@ def collect_branches(plan: Plan) -> pd.DataFrame:
 
     Returns:
         ``target, prompt_id, kind, number, prior, accepted_length, tokens, share``: kind is "prefix", "target sample",
-        "K = 1" or "branch"; ``tokens`` lists decoded tokens and ``share``, for each of them, the share of the M
+        "K = 1" or "branch"; ``tokens`` lists the text that each token adds and ``share``, for each of them, the share of the M
         continuations that begin with the row's tokens up to it; accepted length is that of a draft step with this
         drafter (its branches share one value).
     """
@@ -177,6 +186,11 @@ def collect_branches(plan: Plan) -> pd.DataFrame:
     row, emitted = continuations.row[chosen : chosen + 1], continuations.emitted[chosen : chosen + 1]
     trajectory = stored[int(row)]
     here = Continuations(**{name: value[chosen : chosen + 1] for name, value in vars(continuations).items()})
+
+    def pieces(ids: list[int]) -> list[str]:
+        # One by one, tokens would lose the spaces between words and break characters that span several.
+        texts = ["", *(target.tokenizer.decode(ids[: i + 1]) for i in range(len(ids)))]
+        return [after[len(before) :] for before, after in zip(texts, texts[1:], strict=False)]
 
     def share(ids: list[int]) -> list[float]:
         agree = (here.tokens[0, :, : len(ids)] == torch.tensor(ids)) & here.valid[0, :, : len(ids)]
@@ -193,7 +207,7 @@ def collect_branches(plan: Plan) -> pd.DataFrame:
                 "number": number,
                 "prior": prior,
                 "accepted_length": accepted,
-                "tokens": [target.tokenizer.decode([i]) for i in ids],
+                "tokens": pieces(ids),
                 "share": [] if kind == "prefix" else share(ids),
             }
         )

@@ -114,8 +114,10 @@ def gain_difference(
 
 
 def _relative(ours: tuple[float, pd.Series], base: tuple[float, pd.Series]) -> tuple[float, pd.Series]:
-    """Gain in per cent and the influence of every prompt on it."""
+    """Gain in per cent and the influence of every prompt on it; NaN over a base that accepts nothing."""
     (a, influence_a), (b, influence_b) = ours, base
+    if b <= 0:
+        return float("nan"), influence_b * float("nan")
     return 100 * (a / b - 1), 100 * (influence_a - (a / b) * influence_b) / b
 
 

@@ -1,8 +1,12 @@
-"""Oracle proposals: the best that independent tokens, or K fixed blocks, could do, with no drafter at all.
+"""Oracle proposals: what independent tokens, or K fixed blocks, could reach with no drafter at all.
 
-From M sampled continuations of a prefix, one half gives the proposal and the
-other half is what it must predict. Fitting and scoring on the same half would
-reward memory: a block is always found among the samples it was chosen from.
+From M sampled continuations of a prefix. Independent proposals are estimated
+from one half of them and scored on the other: on the same half they would be
+rewarded for having seen what they must predict. Blocks need no such care. The
+target's probability p(u) of every sampled prefix u was recorded, K greedy blocks
+are worth sum_u p(u) over their prefixes (:mod:`dblast.block_cover`), and that is
+exact whichever sample they were chosen from. It is a lower bound on the best K
+blocks, since only sampled ones are candidates.
 """
 
 from __future__ import annotations
@@ -13,7 +17,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from dblast.block_cover import best_blocks
+from dblast.block_cover import best_blocks, cover_value
 from dblast.continuations import Continuations
 from dblast.diagnosis import estimate_determinism
 from dblast.errors import DBlastError
@@ -24,21 +28,26 @@ INDEPENDENT_SAMPLED = "independent, sampled"
 INDEPENDENT_GREEDY = "independent, greedy"
 
 
+def _alive(half: dict[str, Tensor], position: int) -> float:
+    """Number of continuations that had not ended before this position."""
+    return float(half["valid"][:, position].sum().clamp(min=1))
+
+
 def _marginal_probability(fit: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Estimated marginal q_i of given tokens: (S, b).
 
     Averages the target's whole distribution p(. | y, x_<i) over the fitting
-    continuations, which is less noisy than counting their tokens.
+    continuations that reached position i, which is less noisy than counting their tokens.
     """
     columns = []
     for i in range(tokens.shape[-1]):
         p = fit["support_log_p"][:, i].exp()
         hit = fit["support"][:, i].unsqueeze(0) == tokens[:, i].view(-1, 1, 1)
-        columns.append((hit * p).sum(-1).mean(-1))
+        columns.append((hit * p).sum((-1, -2)) / _alive(fit, i))
     return torch.stack(columns, dim=-1)
 
 
-def _marginal_argmax(fit: dict[str, Tensor]) -> Tensor:
+def marginal_block(fit: dict[str, Tensor]) -> Tensor:
     """The likeliest token of every estimated marginal, (b,); ties to the smaller id."""
     best = []
     for i in range(fit["support"].shape[1]):
@@ -48,36 +57,33 @@ def _marginal_argmax(fit: dict[str, Tensor]) -> Tensor:
     return torch.stack(best)
 
 
-def oracle_accepted(fit: dict[str, Tensor], score: dict[str, Tensor], counts: Sequence[int]) -> dict[str, float]:
-    """Expected accepted length of one draft step for each oracle proposal at one prefix.
+def independent_accepted(fit: dict[str, Tensor], score: dict[str, Tensor]) -> dict[str, float]:
+    """Expected accepted length of one draft step of the independent proposals made from ``fit``, met by ``score``.
 
     Args:
         fit, score: tensors of :class:`~dblast.continuations.Continuations` at one prefix, (M', b) each
-            (and (M', b, W) supports): the proposal is made from ``fit`` and meets ``score``.
-        counts: numbers of branches K; ``"best K blocks"`` covers the fitting continuations best.
+            (and (M', b, W) supports).
 
     Returns:
-        Mean over the scored continuations of sum_l prod_{j<=l} min(1, q / p), by proposal.
+        Mean over the scored continuations of sum_l prod_{j<=l} min(1, q / p): marginals sampled, and greedy.
     """
     tokens, log_p, valid = score["tokens"], score["log_p"], score["valid"]
-
-    def value(acceptance: Tensor) -> float:
-        return float(expected_accepted(acceptance, valid).mean())
-
-    def blocks(branches: Tensor, log_prior: Tensor) -> float:
-        size = (len(tokens), *branches.shape)
-        prior = log_prior.float().expand(len(tokens), -1)
-        return value(greedy_branch_acceptance(branches.expand(size), prior, tokens, log_p))
-
     q = _marginal_probability(fit, tokens)
-    out = {
-        INDEPENDENT_SAMPLED: value((q.log() - log_p).exp().clamp(max=1.0)),
-        INDEPENDENT_GREEDY: blocks(_marginal_argmax(fit).unsqueeze(0), torch.zeros(1)),
-    }
-    weight = torch.full((len(fit["tokens"]),), 1.0 / len(fit["tokens"]))
+    block = marginal_block(fit).expand(len(tokens), 1, -1)
+    greedy = greedy_branch_acceptance(block, torch.zeros(len(tokens), 1), tokens, log_p)
+    values = {INDEPENDENT_SAMPLED: (q.log() - log_p).exp().clamp(max=1.0), INDEPENDENT_GREEDY: greedy}
+    return {name: float(expected_accepted(accept, valid).mean()) for name, accept in values.items()}
+
+
+def blocks_accepted(here: dict[str, Tensor], counts: Sequence[int]) -> dict[str, float]:
+    """Expected accepted length of the best K sampled blocks under their best prior: exact for these blocks."""
+    # Nothing is written after an end of sequence: such prefixes have no probability.
+    weight = here["log_p"].double().cumsum(-1).exp() * here["valid"]
+    values = {}
     for count in counts:
-        out[f"best {count} block{'s' if count > 1 else ''}"] = blocks(*best_blocks(fit["tokens"], weight, count))
-    return out
+        branches, _ = best_blocks(here["tokens"], weight, count)
+        values[f"best {count} block{'s' if count > 1 else ''}"] = cover_value(branches, here["tokens"], weight)
+    return values
 
 
 def split_halves(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -93,7 +99,7 @@ def split_halves(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def oracle_table(stored: Continuations, counts: Sequence[int] = (1, 2, 4)) -> pd.DataFrame:
-    """Oracle accepted lengths at every prefix, averaged over both ways of splitting its continuations.
+    """Oracle accepted lengths at every prefix; independent proposals averaged over both ways of splitting.
 
     Returns:
         One row per prefix and proposal: ``row, emitted, determinism, proposal, accepted_length``.
@@ -105,12 +111,12 @@ def oracle_table(stored: Continuations, counts: Sequence[int] = (1, 2, 4)) -> pd
         # What was drawn after an end of sequence was never written: no token stands for it.
         here["tokens"] = here["tokens"].masked_fill(~here["valid"], -1)
         halves = split_halves(len(here["tokens"]))
-        sums: dict[str, float] = {}
+        values: dict[str, float] = {}
         for fit, score in halves:
             parts = ({name: value[index] for name, value in here.items()} for index in (fit, score))
-            for name, value in oracle_accepted(*parts, counts).items():
-                sums[name] = sums.get(name, 0.0) + value / len(halves)
-        for name, value in sums.items():
+            for name, value in independent_accepted(*parts).items():
+                values[name] = values.get(name, 0.0) + value / len(halves)
+        for name, value in (values | blocks_accepted(here, counts)).items():
             rows.append(
                 {
                     "row": int(stored.row[i]),

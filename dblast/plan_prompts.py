@@ -45,15 +45,17 @@ def _synthetic_prompts(
     raise DBlastError(f"the synthetic language did not give {per_task} prompts per kind")
 
 
-def _kinds(plan: Plan) -> tuple[str, ...]:
-    return plan.data.tasks or synthetic.KINDS
-
-
 def evaluation_prompts(plan: Plan, target: Target) -> list[EncodedPrompt]:
     """Encoded evaluation prompts of the plan, calibration split included."""
     if plan.data.prompts == "synthetic":
-        return _synthetic_prompts(_EVALUATION_DOCUMENTS, plan.data.evaluation_per_task, _kinds(plan))
+        return _synthetic_evaluation(plan.data)
     return _encode(_evaluation_texts(plan), target)
+
+
+def _synthetic_evaluation(data: DataConfig, all_kinds: bool = False) -> list[EncodedPrompt]:
+    """Synthetic evaluation prompts. Those of one kind are the same whichever kinds a plan evaluates."""
+    rows = _synthetic_prompts(_EVALUATION_DOCUMENTS, data.evaluation_per_task, synthetic.KINDS)
+    return [row for row in rows if all_kinds or row.task in (data.tasks or synthetic.KINDS)]
 
 
 def _evaluation_texts(plan: Plan) -> list[Prompt]:
@@ -71,8 +73,9 @@ def training_prompt_ids(plan: Plan, target: Target) -> list[EncodedPrompt]:
     """Encoded training prompts; none of them is an evaluation prompt."""
     count = plan.data.training_prompts
     if plan.data.prompts == "synthetic":
-        exclude = frozenset(p.ids for p in evaluation_prompts(plan, target))
-        kinds = _kinds(plan)
+        # Of all kinds: drafters of a plan for one kind are also scored on prompts of the whole plan.
+        exclude = frozenset(p.ids for p in _synthetic_evaluation(plan.data, all_kinds=True))
+        kinds = plan.data.tasks or synthetic.KINDS
         return _synthetic_prompts(_TRAINING_DOCUMENTS, -(-count // len(kinds)), kinds, exclude)[:count]
     source = "hub" if plan.data.prompts == "hub" else "bundled"
     return _encode(training_prompts(count, plan.data.seed, plan.data.tasks or TASKS, source), target)
@@ -81,8 +84,7 @@ def training_prompt_ids(plan: Plan, target: Target) -> list[EncodedPrompt]:
 def calibration_ids(plan: Plan) -> set[str]:
     """Prompt ids that only choose Z_T; all others are held out for reporting."""
     if plan.data.prompts == "synthetic":
-        encoded = _synthetic_prompts(_EVALUATION_DOCUMENTS, plan.data.evaluation_per_task, _kinds(plan))
-        rows = [Prompt(prompt.prompt_id, prompt.task, ()) for prompt in encoded]
+        rows = [Prompt(prompt.prompt_id, prompt.task, ()) for prompt in _synthetic_evaluation(plan.data)]
     else:
         rows = _evaluation_texts(plan)
 

@@ -15,8 +15,10 @@ from dblast.estimates import (
     accepted_length_rows,
     difference,
     gain,
+    common_seeds,
     held_out_at_chosen,
     seed_spread,
+    with_seed_noise,
 )
 from dblast.paths import FIGURES, PAPER
 from dblast.profiles import Plan, Profile
@@ -61,7 +63,18 @@ def _pm(estimate: Estimate) -> str:
 
 
 def _percent(estimate: Estimate) -> str:
+    if math.isnan(estimate.value):
+        return "–"
     return f"{estimate.value:+.1f} ± {estimate.standard_error:.1f} %"
+
+
+def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
+    """Macro-averaged gain on the seeds both have, paired by prompt, with the noise of training seeds."""
+    return with_seed_noise(gain, *common_seeds(ours, base), macro=True)
+
+
+def _difference(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
+    return with_seed_noise(difference, *common_seeds(ours, base), macro=True)
 
 
 def main_variants(scores: pd.DataFrame) -> pd.DataFrame:
@@ -83,7 +96,7 @@ def table2(scores: pd.DataFrame, target: str) -> Table:
             for task, part in ours.groupby("task", observed=True):
                 line[task] = f"{accepted_length(part).value:.2f}"
             line["average"] = _pm(accepted_length(ours, macro=True))
-            line["gain"] = "" if method == "DFlash" else _percent(gain(ours, base, macro=True))
+            line["gain"] = "" if method == "DFlash" else _percent(_gain(ours, base))
             temperature = ours.category_temperature.iloc[0]
             line["Z_T"] = "" if math.isnan(temperature) else f"{temperature:.1f}"
             line["seed spread"] = f"{seed_spread(ours, macro=True):.3f}" if ours.seed.nunique() > 1 else "one seed"
@@ -93,7 +106,7 @@ def table2(scores: pd.DataFrame, target: str) -> Table:
         f"table2_{target}",
         f"Table 2 ({target})",
         f"Accepted length without bonus token, held-out prompts (n = {n}), {chosen.seed.nunique()} training seed(s); "
-        "± one standard error over prompts, gains paired by prompt.",
+        "± one standard error: over prompts for lengths, over prompts (paired) and training seeds for gains.",
         rows,
         pd.DataFrame(lines).set_index(["determinism", "method"]),
     )
@@ -107,7 +120,7 @@ def table2_gains(scores: pd.DataFrame, target: str) -> pd.DataFrame:
         base = chosen[(chosen.setting == setting) & (chosen.method == "DFlash")]
         for method in METHODS[1:]:
             ours = chosen[(chosen.setting == setting) & (chosen.method == method)]
-            absolute, relative = difference(ours, base, macro=True), gain(ours, base, macro=True)
+            absolute, relative = _difference(ours, base), _gain(ours, base)
             rows.append(
                 {
                     "target": target,
@@ -152,7 +165,7 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
                     "loss": loss,
                     "K": k,
                     "accepted length": _pm(accepted_length(ours, macro=True)),
-                    "gain over K = 1": "" if k == 1 else _percent(gain(ours, base, macro=True)),
+                    "gain over K = 1": "" if k == 1 else _percent(_gain(ours, base)),
                     "paper": f"{printed[k]:.2f}",
                     "paper gain": "" if k == 1 else f"{100 * (printed[k] / printed[1] - 1):+.1f} %",
                 }
@@ -184,7 +197,7 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
                     "K": k,
                     "construction": construction.replace("_", " "),
                     "accepted length": _pm(accepted_length(ours, macro=True)),
-                    "gain over whole block": "" if whole else _percent(gain(ours, base, macro=True)),
+                    "gain over whole block": "" if whole else _percent(_gain(ours, base)),
                     "paper": f"{paper[k, construction]:.2f}",
                     "paper gain": "" if whole else f"{100 * (paper[k, construction] / paper[k, 'whole_block'] - 1):+.1f} %",
                 }
@@ -243,6 +256,9 @@ def configuration_rows(plan: Plan) -> dict[str, str]:
         f"gradient max-norm {fine.max_norm}",
         "global batch size": f"{fine.sequences} sequences x {fine.anchors} anchors",
         "duration": f"{fine.steps} steps, seeds {', '.join(map(str, plan.seeds))}",
+        "Figure 1 training data": f"{plan.diagnosis.training_prompts} responses to "
+        f"{', '.join(plan.diagnosis.training_tasks or (plan.diagnosis.task,))} prompts, setting {plan.diagnosis.setting}, "
+        f"{fine.steps} steps; {plan.diagnosis.points} truncations; M = {plan.diagnosis.continuations}",
         "evaluation": f"up to {data.evaluation_tokens} new tokens, accepted length excludes the bonus token, by replay",
         "evaluation prompts": f"{data.evaluation_per_task or 'all'} per task ({data.prompts})",
         "category temperature": f"{', '.join(map(str, plan.category_temperatures))}; chosen on "
@@ -282,7 +298,7 @@ def category_temperature_gain(scores: pd.DataFrame, target: str) -> pd.DataFrame
     for (loss, setting), part in held_out_at_chosen(rows).groupby(["loss", "setting"], observed=True):
         zero = rows[(rows.loss == loss) & (rows.setting == setting) & (rows.category_temperature == 0.0)]
         zero = zero[zero.split == "held_out"]
-        estimate = difference(part, zero, macro=True)
+        estimate = _difference(part, zero)
         low, high = estimate.interval
         lines.append(
             {

@@ -266,6 +266,15 @@ class TrajectorySet:
         """Size of the stored rows in bytes."""
         return self._data.data.nbytes
 
+    def labels(self) -> list[tuple[str, str]]:
+        """Task and prompt id of every trajectory, without reading the features."""
+        rows = self._data.with_format(None)
+        return list(zip(rows["task"], rows["prompt_id"], strict=True))
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        """Prompt token ids of every trajectory, without reading the features."""
+        return [tuple(ids) for ids in self._data.with_format(None)["prompt_ids"]]
+
     def response_lengths(self) -> list[int]:
         """Number of response tokens per trajectory, without reading the features."""
         return [len(ids) for ids in self._data.with_format(None)["response_ids"]]

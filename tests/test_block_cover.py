@@ -222,3 +222,25 @@ BLOCKS, WEIGHT = torch.tensor([[0, 1], [1, 0]]), torch.tensor([0.5, 0.5])
 def test_bad_input_is_refused(call, message):
     with pytest.raises(DBlastError, match=message):
         call()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_known_prefix_probabilities_give_the_same_as_block_weights(seed):
+    """From all blocks of a law: weights of blocks, or of every beginning, choose and score alike."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.cartesian_prod(*[torch.arange(3)] * 3)
+    weight = torch.rand(27, generator=generator, dtype=torch.float64)
+    weight = weight / weight.sum()
+    beginnings = torch.stack(
+        [((blocks[:, None, : j + 1] == blocks[:, : j + 1]).all(-1) * weight).sum(-1) for j in range(3)], dim=-1
+    )
+    for count in (1, 2, 5):
+        one, two = best_blocks(blocks, weight, count), best_blocks(blocks, beginnings, count)
+        assert torch.equal(one[0], two[0])
+        torch.testing.assert_close(one[1], two[1])
+        assert cover_value(one[0], blocks, weight) == pytest.approx(cover_value(two[0], blocks, beginnings))
+    # A sample holds some of the blocks, with exact probabilities of all their beginnings.
+    some = torch.randperm(27, generator=generator)[:6]
+    branches, _ = best_blocks(blocks[some], beginnings[some], 2)
+    assert cover_value(branches, blocks[some], beginnings[some]) == pytest.approx(cover_value(branches, blocks, weight))
+

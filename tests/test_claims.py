@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dblast.claims import COLUMNS, VERDICT_RULE, claims_table
+from dblast.claims import COLUMNS, VERDICT_RULE, claims_table, verdict_lines
 from dblast.estimates import (
     accepted_length,
     best_category_temperature_shift,
@@ -192,3 +192,38 @@ def test_the_papers_exceptions_are_cells_of_one_task_at_high_determinism(scores,
     # Tasks that a study does not have leave no row.
     fewer = claims_table(target_scores(main_seeds=(0,), ablations=False, prompts=8).query("task != 'code'"))
     assert not fewer.claim.str.contains("HumanEval").any() and fewer.claim.str.contains("MT-Bench").any()
+
+
+def test_a_drafter_that_accepts_nothing_leaves_its_claims_undecided(scores):
+    nothing = scores.assign(passes=scores.emitted.astype(float))
+    rows = claims_table(nothing)
+    gains = rows[rows.claim.str.contains("over DFlash") & rows.claim.str.endswith("(%)")]
+    assert len(gains) and gains.ours.isna().all() and set(gains.verdict) == {"undecided"}
+
+
+def test_figure_1_becomes_a_claim_where_its_points_are_given(scores):
+    rng = np.random.default_rng(1)
+    target = scores.target.iloc[0]
+    points = []
+    for prompt in range(30):
+        for place, d in enumerate((0.1, 0.6)):
+            base = 1.0 + rng.uniform(0, 0.2)
+            for method, value in (("DFlash", base), ("DBlast", base * (2.0 if d < 0.2 else 1.1))):
+                head = {"target": target, "split": "held_out", "prompt_id": f"p{prompt}", "point": 2 * prompt + place}
+                points.append(head | {"determinism": d, "method": method, "seed": 0, "accepted_length": value})
+    table = claims_table(scores, pd.DataFrame(points))
+    row = table[table.claim.str.contains("least decided")].iloc[0]
+    assert row.ours == pytest.approx(90.0) and row.verdict == "reproduced" and row.target == target
+    assert "held-out prompts" in row.claim
+    flat = pd.DataFrame(points)
+    flat.loc[flat.method == "DBlast", "accepted_length"] = 1.1 * flat[flat.method == "DFlash"].accepted_length.to_numpy()
+    row = claims_table(scores, flat).query("claim.str.contains('least decided')").iloc[0]
+    assert row.ours == pytest.approx(0.0, abs=1e-9) and row.verdict != "reproduced"
+
+
+def test_verdict_lines_hold_the_chosen_claims_with_their_intervals(scores):
+    table = claims_table(scores)
+    lines = verdict_lines(table, "Returns diminish")
+    assert len(lines) == 2 * table.target.nunique() and all("[" in line and "paper" in line for line in lines)
+    assert verdict_lines(table, "no such claim") == []
+

@@ -13,10 +13,10 @@ from dblast.continuations import (
     sample_continuations,
     store_continuations,
 )
-from dblast.determinism import accepted_over, determinism_bins, draft_at
+from dblast.determinism import accepted_over, determinism_bins, draft_at, gain_by_determinism
 from dblast.diagnosis import estimate_determinism
 from dblast.errors import ArtefactError, DBlastError
-from dblast.oracle import oracle_accepted, oracle_table, split_halves
+from dblast.oracle import blocks_accepted, independent_accepted, oracle_table, split_halves
 from dblast.replay import expected_accepted
 from dblast.sampling import SamplingSettings
 from dblast.verifier import greedy_branch_acceptance
@@ -89,6 +89,7 @@ def test_an_empty_prefix_is_refused(llama):
 
 def test_truncation_points_are_distinct_leave_room_and_cover_all_places(make_trajectory):
     rows = [make_trajectory(response=n, seed=n) for n in (3, 5, 2)]
+    rows = [len(row.response_ids) for row in rows]
     row, emitted = draw_prefixes(rows, [0, 1, 2], 4, 3, generator(0))
     # Room for three tokens: one place in the first, three in the second, none in the third.
     assert list(zip(row.tolist(), emitted.tolist())) == [(0, 0), (1, 0), (1, 1), (1, 2)]
@@ -96,9 +97,8 @@ def test_truncation_points_are_distinct_leave_room_and_cover_all_places(make_tra
         draw_prefixes(rows, [0, 1, 2], 5, 3, generator(0))
 
 
-def test_truncation_points_are_uniform(make_trajectory):
-    rows = [make_trajectory(response=5)]
-    drawn = [int(draw_prefixes(rows, [0], 1, 3, generator(seed))[1]) for seed in range(900)]
+def test_truncation_points_are_uniform():
+    drawn = [int(draw_prefixes([5], [0], 1, 3, generator(seed))[1]) for seed in range(900)]
     assert all(abs(drawn.count(a) / 900 - 1 / 3) < 0.06 for a in range(3))
 
 
@@ -107,14 +107,15 @@ def test_truncation_points_are_uniform(make_trajectory):
 
 def _store(llama, make_trajectory, folder, count=5):
     rows = [make_trajectory(prompt=2 + seed, response=6, seed=seed) for seed in range(3)]
-    row, emitted = draw_prefixes(rows, [0, 1, 2], count, 3, generator(4))
-    sizes = {"continuations": 4, "block_length": 3, "seed": 7, "rows_per_pass": 8}
+    row, emitted = draw_prefixes([6, 6, 6], [0, 1, 2], count, 3, generator(4))
+    sizes = {"continuations": 4, "block_length": 3, "seed": 7, "tokens_per_pass": 80}
     return rows, store_continuations(llama, rows, row, emitted, SETTINGS, folder, description=None, **sizes)
 
 
 def test_stored_continuations_keep_the_order_of_their_prefixes(llama, make_trajectory, tmp_path):
     rows, stored = _store(llama, make_trajectory, tmp_path)
-    row, emitted = draw_prefixes(rows, [0, 1, 2], 5, 3, generator(4))
+    row, emitted = draw_prefixes([6, 6, 6], [0, 1, 2], 5, 3, generator(4))
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
     assert torch.equal(stored.row, row) and torch.equal(stored.emitted, emitted)
     for i in range(5):
         prefix = rows[int(row[i])].tokens[: len(rows[int(row[i])].prompt_ids) + int(emitted[i])]
@@ -196,13 +197,38 @@ def test_scoring_on_the_fitting_half_is_biased_upward():
     for i in range(len(stored)):
         here = {name: getattr(stored, name)[i] for name in names}
         fit, score = ({name: value[index] for name, value in here.items()} for index in split_halves(16)[0])
-        split.append(oracle_accepted(fit, score, (1, 2)))
-        same.append(oracle_accepted(fit, fit, (1, 2)))
+        split.append(independent_accepted(fit, score))
+        same.append(independent_accepted(fit, fit))
     split, same = pd.DataFrame(split), pd.DataFrame(same)
     gap = same - split
     error = gap.std() / len(gap) ** 0.5
-    for proposal in ("best 1 block", "best 2 blocks"):
-        assert gap[proposal].mean() > 5 * error[proposal]
+    assert gap["independent, sampled"].mean() > 5 * error["independent, sampled"]
+
+
+def test_blocks_chosen_from_few_samples_never_exceed_the_exact_optimum():
+    """Their worth is exact, not estimated: choosing and scoring on the same sample cannot flatter them."""
+    target, blocks, _, weight, draw = _exact(4)
+    best = max(
+        sum(sequence_probability(target, tuple(block[: j + 1])) for j in range(3)) for block in blocks.tolist()
+    )
+    stored = draw(200, 4, generator(11))
+    found = []
+    for i in range(len(stored)):
+        here = {"tokens": stored.tokens[i], "log_p": stored.log_p[i], "valid": stored.valid[i]}
+        found.append(blocks_accepted(here, (1,))["best 1 block"])
+    assert max(found) <= best + 1e-6 and max(found) > best - 1e-6 and min(found) < best - 0.05
+
+
+def test_a_block_earns_nothing_after_the_end_of_sequence():
+    tokens = torch.tensor([[5, 2, 9], [5, 7, 8]])
+    here = {
+        "tokens": tokens,
+        "log_p": torch.tensor([[0.5, 0.8, 1.0], [0.5, 0.2, 0.5]]).log(),
+        "valid": torch.tensor([[True, True, False], [True, True, True]]),
+    }
+    found = blocks_accepted(here, (1, 2))
+    assert_close(found["best 1 block"], 0.5 + 0.4)
+    assert_close(found["best 2 blocks"], 0.5 + 0.4 + 0.1 + 0.05)
 
 
 def test_oracle_proposals_reach_their_exact_values_with_many_samples():
@@ -291,10 +317,32 @@ def test_bins_hold_every_point_once_and_average_seeds():
 def test_bin_errors_are_over_prompts_and_paired():
     # Two prompts of two like points each: as points the spread would look half as large.
     values = [("a", 0, 0.1, 1, 2), ("a", 1, 0.1, 1, 2), ("b", 2, 0.1, 3, 4), ("b", 3, 0.1, 3, 4)]
-    row = determinism_bins(_points(values)).iloc[0]
+    points = _points(values).query("seed == 0")
+    row = determinism_bins(points.assign(accepted_length=points.accepted_length + 0.5)).iloc[0]
     assert_close(row.dflash_error, 1.0)
     assert row.prompts == 2 and row.n == 4
     # The difference is one token everywhere: the gain's error comes from the baseline alone.
     assert_close(row.gain_error, 100 * 1.0 * (1 / 2.0**2))
-    single = determinism_bins(_points(values[:2])).iloc[0]
+    single = determinism_bins(points.query("prompt_id == 'a'")).iloc[0]
     assert pd.isna(single.gain_error)
+
+
+def test_the_gain_where_the_target_is_undecided_minus_the_rest():
+    values = [("a", 0, 0.1, 1, 3), ("a", 1, 0.5, 2, 2), ("b", 2, 0.1, 1, 4), ("b", 3, 0.9, 2, 3)]
+    row = gain_by_determinism(_points(values)).iloc[0]
+    assert_close([row.low, row.rest, row.difference], [250.0, 25.0, 225.0])
+    # Both gains come from the same two prompts: 200 and 300 per cent, 0 and 50 per cent. Their
+    # difference is 200 for one prompt and 250 for the other, so its error is 25 plus the seeds' part.
+    one_seed = _points(values).query("seed == 0")
+    base = one_seed.assign(accepted_length=one_seed.accepted_length + 0.5)
+    assert_close(gain_by_determinism(base).iloc[0].standard_error, 25.0)
+    assert row.standard_error > 25.0 and row.seeds == 2
+
+
+def test_seeds_that_disagree_widen_the_errors_of_bins():
+    points = _points([("a", 0, 0.1, 1, 2), ("b", 1, 0.1, 3, 4)])
+    agree = points.assign(accepted_length=points.accepted_length - points.seed.map({0: -0.5, 1: 0.5}))
+    assert determinism_bins(points).dflash_error[0] > determinism_bins(agree).dflash_error[0]
+    assert_close(determinism_bins(agree).dflash_error[0], 1.0)
+    # Seed values 1.5 and 2.5: a standard deviation of sqrt(0.5), over sqrt(2) seeds.
+    assert_close(determinism_bins(points).dflash_error[0], (1.0 + 0.25) ** 0.5)

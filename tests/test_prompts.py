@@ -347,3 +347,18 @@ def test_creative_set_out_of_reach(monkeypatch):
     monkeypatch.setattr(prompts_module.urllib.request, "urlopen", urlopen)
     with pytest.raises(PromptError, match="creative writing v3 could not be loaded"):
         load_prompts("hub", ["creative"])
+
+
+@pytest.mark.parametrize("profile", ["smoke", "cpu"])
+def test_synthetic_training_prompts_are_no_evaluation_prompts_of_any_plan(profile):
+    """Figure 1's drafters train on one kind and are scored on that kind's prompts of the whole plan."""
+    from dblast.plan_prompts import evaluation_prompts, training_prompt_ids
+    from dblast.profiles import get_profile
+
+    plan = get_profile(profile).plan("tiny")
+    held_out = {prompt.ids for prompt in evaluation_prompts(plan, None)}
+    for owner in (plan, plan.figure1()):
+        assert not held_out & {prompt.ids for prompt in training_prompt_ids(owner, None)}
+    figure1 = {(p.prompt_id, p.ids) for p in evaluation_prompts(plan.figure1(), None)}
+    assert figure1 == {(p.prompt_id, p.ids) for p in evaluation_prompts(plan, None) if p.task == plan.diagnosis.task}
+
