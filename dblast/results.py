@@ -212,11 +212,14 @@ def _note(profile: str, path: Path, plan: Plan, made_by: str, seconds: float) ->
 
 
 def git_revision() -> str:
-    """The checkout's commit, with ``+`` if files differ from it; "unknown" outside git."""
+    """The checkout's commit, with ``+`` if anything but results differs from it; "unknown" outside git."""
     try:
         git = ["git", "-C", str(ROOT)]
         commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        # What a run writes itself does not make its code another one.
+        code = ["--", ":/", ":!/data/results", ":!/figures"]
+        status = [*git, "status", "--porcelain", "-uno", *code]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return commit + ("+" if changed.stdout.strip() else "")
