@@ -52,7 +52,7 @@ def train(
     profile: ProfileOption = "cpu",
     target: Annotated[str, typer.Option(help="Which of the profile's targets.")] = "tiny",
     categories: Annotated[int, typer.Option("--categories", "-K", help="Number of categories K.")] = 4,
-    loss: Annotated[str, typer.Option(help="NLL, AL or CE.")] = "AL",
+    loss: Annotated[str, typer.Option(help="NLL, AL, CE, or another objective: DPACE, TRUNC, FOCAL, CHAIN, L2R, EAL, TV1, NLA1, LK1.")] = "AL",
     construction: Annotated[str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")] = "all_prefixes",
     seed: Annotated[int, typer.Option(help="Seed of category heads and data order.")] = 0,
     model: Annotated[str | None, typer.Option(help="Your own target: a local folder or a Hugging Face id.")] = None,

@@ -14,11 +14,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dblast.backbone import DraftLayer, RMSNorm, packed_mask, rotary
+from dblast.chunked import chunked_log_q
 from dblast.config import DBlastConfig
 from dblast.errors import DBlastError
 
 #: Keys and values of the context, one (keys, values) pair per layer, each (B, kv_heads, S, head_dim).
 ContextCache = list[tuple[Tensor, Tensor]]
+
+#: Logits (anchors * K * b * vocabulary) that :meth:`DBlastDrafter.log_q` computes in one piece: 32 MiB in float32.
+PLAIN_LOGITS = 2**23
 
 
 @dataclass
@@ -232,6 +236,9 @@ class DBlastDrafter(PreTrainedModel):
     def log_q(self, branch_hidden: Tensor, tokens: Tensor) -> Tensor:
         """log q_i(x_i | y, z) of given tokens.
 
+        Large tables of logits are never held, neither here nor for the backward
+        pass (:mod:`dblast.chunked`); small ones are faster in one piece.
+
         Args:
             branch_hidden: (N, K, b, H).
             tokens: (N, b) target token ids.
@@ -239,8 +246,12 @@ class DBlastDrafter(PreTrainedModel):
         Returns:
             (N, K, b) float32; -inf for tokens outside the draft vocabulary.
         """
-        logits = self.logits(branch_hidden)
         slots = self._borrowed["slot"][tokens] if self.config.draft_vocab_size else tokens
+        if branch_hidden.shape[:-1].numel() * len(self._table("head")) > PLAIN_LOGITS:
+            index = slots.unsqueeze(1).expand(branch_hidden.shape[:-1])
+            flat = branch_hidden.reshape(-1, branch_hidden.shape[-1])
+            return chunked_log_q(flat, self._table("head"), index.reshape(-1)).view(index.shape)
+        logits = self.logits(branch_hidden)
         index = slots.clamp(min=0)[:, None, :, None].expand(-1, logits.shape[1], -1, 1)
         log_q = logits.gather(-1, index).squeeze(-1) - logits.logsumexp(-1)
         return log_q.masked_fill((slots < 0).unsqueeze(1), float("-inf"))

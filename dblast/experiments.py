@@ -37,7 +37,9 @@ from dblast.trajectories import Trajectory, TrajectorySet, sample_trajectories
 #: Modules whose code determines each stage's result.
 _TARGET_CODE = ("tiny", "synthetic", "grammar")
 _SAMPLING_CODE = ("trajectories", "sampling", "plan_prompts", "prompts", "prompt_templates")
-_DRAFTER_CODE = ("drafter", "backbone", "config", "initialise", "losses", "anchors", "training")
+_DRAFTER_CODE = (
+    "drafter", "backbone", "chunked", "config", "initialise", "losses", "objectives", "anchors", "training"
+)  # fmt: skip
 _SCORING_CODE = ("scoring", "replay", "verifier")
 
 #: Trajectories of the calibration split that training curves are measured on.

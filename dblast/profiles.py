@@ -30,7 +30,9 @@ class Variant:
 
     @property
     def method(self) -> str:
-        """The paper's name: DFlash, DFlash+AL, DFlash+DS (dependent, NLL) or DBlast (dependent, AL)."""
+        """The paper's name: DFlash, DFlash+AL, DFlash+DS (dependent, NLL) or DBlast (dependent, AL); other losses by name."""
+        if self.loss not in ("NLL", "AL"):
+            return f"{'DFlash' if self.K == 1 else 'DFlash+DS'}+{self.loss}"
         if self.K == 1:
             return "DFlash" if self.loss == "NLL" else "DFlash+AL"
         return "DFlash+DS" if self.loss == "NLL" else "DBlast"

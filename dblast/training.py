@@ -17,6 +17,7 @@ from dblast.anchors import AnchorBatch, AnchorSampler
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
 from dblast.losses import AL_CONSTRUCTIONS, LOSSES, training_loss
+from dblast.objectives import OBJECTIVES, REALISED
 from dblast.progress import progress
 from dblast.trajectories import Trajectory
 
@@ -29,8 +30,9 @@ class TrainingConfig:
     """Everything that determines a training run, given its data and its start.
 
     Attributes:
-        loss: "CE" (DFlash's decayed cross-entropy), "NLL" or "AL".
-        construction, tau: of the AL loss (Table 4, eq. 15).
+        loss: "CE" (DFlash's decayed cross-entropy), "NLL", "AL", or one of
+            :data:`dblast.objectives.REALISED`, other papers' objectives.
+        construction, tau: of the AL loss (Table 4, eq. 15), and of "TRUNC".
         steps: optimiser steps.
         optimizer: "adamw" (the paper's Adam), or "muon": orthogonalised momentum
             (Jordan et al., 2024) for weight matrices, AdamW for everything else.
@@ -63,8 +65,13 @@ class TrainingConfig:
     checkpoint_every: int = 25
 
     def __post_init__(self) -> None:
-        if self.loss not in LOSSES:
-            raise DBlastError(f"unknown loss {self.loss!r}; known losses: {', '.join(LOSSES)}")
+        if self.loss in OBJECTIVES and self.loss not in REALISED:
+            raise DBlastError(
+                f"loss {self.loss!r} compares whole distributions, which trajectories do not hold; choose one of "
+                f"{', '.join((*LOSSES, *REALISED))}"
+            )
+        if self.loss not in (*LOSSES, *REALISED):
+            raise DBlastError(f"unknown loss {self.loss!r}; known losses: {', '.join((*LOSSES, *REALISED))}")
         if self.construction not in AL_CONSTRUCTIONS:
             raise DBlastError(f"unknown AL construction {self.construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
         if self.precision not in ("float32", "bfloat16"):
@@ -93,15 +100,11 @@ def batch_loss(drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfi
     with autocast:
         out = batch.run(drafter)
         log_q = drafter.log_q(out.branch_hidden, batch.tokens)
-    return training_loss(
-        config.loss,
-        log_q,
-        out.log_prior(),
-        batch.log_p,
-        batch.valid,
-        tau=config.tau,
-        construction=config.construction,
-    )
+    inputs = (log_q, out.log_prior(), batch.log_p, batch.valid)
+    settings = {"tau": config.tau, "construction": config.construction}
+    if config.loss in OBJECTIVES:
+        return OBJECTIVES[config.loss](*inputs, **settings)
+    return training_loss(config.loss, *inputs, **settings)
 
 
 def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:

@@ -653,3 +653,21 @@ def test_loading_in_bfloat16_keeps_the_weights(llama, make_drafter, tmp_path):
     loaded = DBlastDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
     for name, value in drafter.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name])
+
+
+@pytest.mark.parametrize("draft_vocab_size", [0, 12])
+def test_large_tables_of_logits_are_never_held_and_give_the_same(llama, make_drafter, monkeypatch, draft_vocab_size):
+    """The tiled path, taken above a size, equals the plain one in values and gradients."""
+    found = []
+    for limit in (2**23, 0):
+        monkeypatch.setattr("dblast.drafter.PLAIN_LOGITS", limit)
+        drafter = make_drafter(llama, draft_vocab_size=draft_vocab_size)
+        generator = torch.Generator().manual_seed(5)
+        hidden = torch.randn(6, 2, 3, 32, generator=generator).transpose(1, 2).transpose(1, 2).requires_grad_()
+        tokens = torch.randint(40, (6, 3), generator=generator)
+        log_q = drafter.log_q(hidden, tokens)
+        log_q.clamp(min=-60).pow(2).sum().backward()
+        found.append((log_q.detach(), hidden.grad))
+    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found[0][1], found[1][1], atol=1e-4, rtol=1e-4)
+    assert found[0][1].abs().max() > 1e-3

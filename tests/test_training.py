@@ -11,6 +11,7 @@ import torch
 
 from dblast.anchors import AnchorSampler, pack
 from dblast.errors import ArtefactError, DBlastError
+from dblast.objectives import REALISED
 from dblast.scoring import score, trajectory_acceptance
 from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, train
 from tests.checks import one_line
@@ -411,3 +412,20 @@ def test_bfloat16_training_stays_near_float32(llama, make_drafter, trajectories)
     rough = batch_loss(drafter, batch, replace(SMALL, precision="bfloat16"))
     assert rough.dtype == torch.float32
     assert rough.item() == pytest.approx(exact.item(), rel=0.03)
+
+
+@pytest.mark.parametrize("categories", [1, 3])
+@pytest.mark.parametrize("loss", REALISED)
+def test_objectives_of_other_papers_lower_their_own_value(llama, make_drafter, trajectories, loss, categories):
+    trainer = Trainer(make_drafter(llama, num_categories=categories), trajectories, replace(SMALL, loss=loss, steps=40))
+    batch = trainer.sampler.next()
+    trainer.sampler.next = lambda: batch
+    before = float(batch_loss(trainer.drafter, batch, trainer.config))
+    for _ in range(12):
+        trainer.advance()
+    assert float(batch_loss(trainer.drafter, batch, trainer.config)) < before
+
+
+def test_an_objective_that_needs_the_whole_distribution_is_refused():
+    with pytest.raises(DBlastError, match="'KD' compares whole distributions"):
+        TrainingConfig(loss="KD")
