@@ -69,6 +69,24 @@ def block_gamma(block_length: int) -> float:
     return DFLASH_GAMMA.get(block_length + 1, (block_length + 1) / 2)
 
 
+def position_mean(values: Tensor, valid: Tensor | None = None, gamma: float | None = None) -> Tensor:
+    """Mean of (N, b) values over the positions that exist, weighted by exp(-(k - 1) / gamma).
+
+    ``gamma`` is in positions; None takes DFlash's for this block length, ``math.inf`` weights evenly.
+
+    Raises:
+        DBlastError: gamma is not positive.
+    """
+    b = values.shape[-1]
+    gamma = block_gamma(b) if gamma is None else gamma
+    if not gamma > 0:
+        raise DBlastError(f"gamma must be positive, got {gamma}")
+    weights = torch.exp(-torch.arange(b, device=values.device) / gamma).expand_as(values)
+    if valid is not None:
+        weights = weights * valid
+    return (weights * values).sum() / weights.sum()
+
+
 def decayed_cross_entropy(
     log_q: Tensor, log_prior: Tensor, valid: Tensor | None = None, gamma: float | None = None
 ) -> Tensor:
@@ -79,12 +97,7 @@ def decayed_cross_entropy(
     cross-entropy. Nats per token.
     """
     marginal = torch.logsumexp(log_prior.float().unsqueeze(-1) + log_q.float().clamp(min=LOG_FLOOR), dim=-2)
-    b = marginal.shape[-1]
-    gamma = block_gamma(b) if gamma is None else gamma
-    weights = torch.exp(-torch.arange(b, device=marginal.device) / gamma).expand_as(marginal)
-    if valid is not None:
-        weights = weights * valid
-    return -(weights * marginal).sum() / weights.sum()
+    return -position_mean(marginal, valid, gamma)
 
 
 def acceptance_terms(
@@ -116,6 +129,20 @@ def stopping_prefix(log_r: Tensor, tau: float, valid: Tensor | None = None) -> T
     return torch.minimum(first, length)
 
 
+def prefix_members(log_r: Tensor, tau: float, construction: str, valid: Tensor | None = None) -> Tensor:
+    """Which prefixes a construction of Table 4 sums over, (N, b) bool, decided without gradient.
+
+    Raises:
+        DBlastError: unknown construction or negative tau.
+    """
+    if construction not in AL_CONSTRUCTIONS:
+        raise DBlastError(f"unknown AL construction {construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
+    # No prefix fails at tau = 0: the whole block is the last one.
+    last = stopping_prefix(log_r, 0.0 if construction == "whole_block" else tau, valid).unsqueeze(-1)
+    length = torch.arange(1, log_r.shape[-1] + 1, device=log_r.device)
+    return length <= last if construction == "all_prefixes" else length == last
+
+
 def acceptance_length_loss(
     log_q: Tensor,
     log_prior: Tensor,
@@ -134,19 +161,9 @@ def acceptance_length_loss(
     Raises:
         DBlastError: unknown construction or negative tau.
     """
-    if construction not in AL_CONSTRUCTIONS:
-        raise DBlastError(f"unknown AL construction {construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
     log_r, _, log_s = acceptance_terms(log_q, log_prior, log_p, valid)
     term = -(log_r + log_s)
-    b = term.shape[-1]
-    if construction == "whole_block":
-        last = torch.full(term.shape[:-1], b, device=term.device) if valid is None else valid.sum(-1)
-    else:
-        last = stopping_prefix(log_r, tau, valid)
-    position = torch.arange(1, b + 1, device=term.device)
-    member = position == last.unsqueeze(-1)
-    if construction == "all_prefixes":
-        member = position <= last.unsqueeze(-1)
+    member = prefix_members(log_r, tau, construction, valid)
     return torch.where(member, term, torch.zeros_like(term)).sum(-1).mean()
 
 

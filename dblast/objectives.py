@@ -29,34 +29,15 @@ from torch import Tensor
 
 from dblast.errors import DBlastError
 from dblast.losses import (
-    AL_CONSTRUCTIONS,
     _masked,
     acceptance_terms,
-    block_gamma,
     conditional_log_q,
+    position_mean,
     prefix_log_q,
-    stopping_prefix,
+    prefix_members,
 )
 
 # -- what the objectives share -----------------------------------------------------------------
-
-
-def position_mean(values: Tensor, valid: Tensor | None = None, gamma: float | None = None) -> Tensor:
-    """Mean of (N, b) values over the positions that exist, weighted by exp(-(k - 1) / gamma).
-
-    ``gamma`` is in positions; None takes DFlash's for this block length, ``math.inf`` weights evenly.
-
-    Raises:
-        DBlastError: gamma is not positive.
-    """
-    b = values.shape[-1]
-    gamma = block_gamma(b) if gamma is None else gamma
-    if not gamma > 0:
-        raise DBlastError(f"gamma must be positive, got {gamma}")
-    weights = torch.exp(-torch.arange(b, device=values.device) / gamma).expand_as(values)
-    if valid is not None:
-        weights = weights * valid
-    return (weights * values).sum() / weights.sum()
 
 
 def _existing(values: Tensor, valid: Tensor | None) -> Tensor:
@@ -190,12 +171,8 @@ def truncated_cross_entropy(
     Raises:
         DBlastError: unknown construction or negative tau.
     """
-    if construction not in AL_CONSTRUCTIONS:
-        raise DBlastError(f"unknown construction {construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
     log_r, _, _ = acceptance_terms(log_q, log_prior, log_p, valid)
-    last = stopping_prefix(log_r, 0.0 if construction == "whole_block" else tau, valid).unsqueeze(-1)
-    length = torch.arange(1, log_r.shape[-1] + 1, device=log_r.device)
-    member = length <= last if construction == "all_prefixes" else length == last
+    member = prefix_members(log_r, tau, construction, valid)
     return -log_r.masked_fill(~member, 0.0).sum(-1).mean()
 
 
