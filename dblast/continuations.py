@@ -24,7 +24,7 @@ from dblast.errors import ArtefactError, DBlastError
 from dblast.progress import progress
 from dblast.sampling import SamplingSettings
 from dblast.targets import Target
-from dblast.trajectories import Trajectory, shard_generator
+from dblast.trajectories import Trajectory, left_padded, shard_generator
 
 
 @dataclass
@@ -107,19 +107,15 @@ def sample_continuations(
     if any(len(prefix) == 0 for prefix in prefixes):
         raise DBlastError("a prefix has no tokens")
     model, device, count = target.model, target.device, len(prefixes)
-    lengths = torch.tensor([len(prefix) for prefix in prefixes], device=device)
-    width = int(lengths.max())
+    ids, pad, positions = left_padded(prefixes, device)
+    width = ids.shape[1]
+    lengths = width - pad
     if width + block_length > model.config.max_position_embeddings:
         raise DBlastError(
             f"a prefix of {width} tokens and a block of {block_length} pass the target's context limit of "
             f"{model.config.max_position_embeddings}"
         )
-    pad = width - lengths
-    ids = torch.zeros(count, width, dtype=torch.long, device=device)
-    for i, prefix in enumerate(prefixes):
-        ids[i, int(pad[i]) :] = prefix.to(device)
     mask = (torch.arange(width, device=device) >= pad.unsqueeze(1)).long()
-    positions = (torch.arange(width, device=device) - pad.unsqueeze(1)).clamp(min=0)
     cache = DynamicCache(config=model.config)
     out = model(
         input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1
@@ -157,14 +153,17 @@ def sample_continuations(
             use_cache=True,
         )
         logits = out.logits[:, -1]
-    # Supports differ in width from step to step.
-    widest = max(step["support"].shape[-1] for step in steps)
-    fill = {"support": 0, "support_log_p": float("-inf")}
-    for part in steps:
-        for name, value in fill.items():
-            part[name] = torch.nn.functional.pad(part[name], (0, widest - part[name].shape[-1]), value=value)
+    _widen_supports(steps)
     stacked = {name: torch.stack([part[name] for part in steps], dim=1).cpu() for name in steps[0]}
     return {name: value.view(count, continuations, *value.shape[1:]) for name, value in stacked.items()}
+
+
+def _widen_supports(parts: list[dict[str, Tensor]]) -> None:
+    """Pad the supports of steps or shards to one width, in place; their filters kept different numbers of tokens."""
+    widest = max(part["support"].shape[-1] for part in parts)
+    for part in parts:
+        for name, fill in (("support", 0), ("support_log_p", float("-inf"))):
+            part[name] = torch.nn.functional.pad(part[name], (0, widest - part[name].shape[-1]), value=fill)
 
 
 def store_continuations(
@@ -232,11 +231,7 @@ def load_continuations(folder: Path) -> Continuations:
         shards = [load_file(folder / f"shard-{i:05d}.safetensors") for i in range(record["shards"])]
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ArtefactError(f"continuations in {folder} are missing or damaged ({error}); delete it and rerun") from None
-    widest = max(shard["support"].shape[-1] for shard in shards)
-    for shard in shards:
-        spare = (0, widest - shard["support"].shape[-1])
-        shard["support"] = torch.nn.functional.pad(shard["support"], spare)
-        shard["support_log_p"] = torch.nn.functional.pad(shard["support_log_p"], spare, value=float("-inf"))
+    _widen_supports(shards)
     order = torch.cat([shard["order"] for shard in shards]).argsort()
     if len(order) != record["prefixes"]:
         raise ArtefactError(f"continuations in {folder}: {len(order)} prefixes, expected {record['prefixes']}; delete it")

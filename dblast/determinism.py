@@ -12,7 +12,7 @@ from torch import Tensor
 from dblast.anchors import pack
 from dblast.continuations import Continuations
 from dblast.drafter import DBlastDrafter, log_category_prior
-from dblast.replay import expected_accepted
+from dblast.replay import expected_accepted, ratio_with_influence
 from dblast.trajectories import Trajectory
 from dblast.verifier import greedy_branch_acceptance
 
@@ -74,11 +74,10 @@ def accepted_over(continuations: Continuations, branches: Tensor, log_prior: Ten
 def _contributions(values: np.ndarray, clusters: np.ndarray) -> tuple[float, pd.Series]:
     """Mean over points, and what every cluster contributes to its error: the squares add up to the variance."""
     frame = pd.DataFrame({"cluster": clusters, "value": values}).groupby("cluster").value.agg(["sum", "size"])
-    total, n = frame["size"].sum(), len(frame)
-    mean = frame["sum"].sum() / total
-    # n / (n - 1): the same small-sample factor as a standard deviation has.
-    scale = np.sqrt(n / (n - 1)) if n > 1 else np.nan
-    return float(mean), (frame["sum"] - mean * frame["size"]) / total * scale
+    mean, influence = ratio_with_influence(frame["sum"].to_numpy(), frame["size"].to_numpy())
+    n = len(frame)
+    # So scaled, their squares add up to the squared standard error of the mean influence.
+    return mean, pd.Series(influence, index=frame.index) / (np.sqrt(n * (n - 1)) if n > 1 else np.nan)
 
 
 def _error(contributions: pd.Series) -> float:

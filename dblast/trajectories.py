@@ -67,6 +67,22 @@ class EncodedPrompt:
     ids: tuple[int, ...]
 
 
+def left_padded(rows: Sequence[Sequence[int] | Tensor], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Token sequences as one left-padded batch.
+
+    Returns:
+        ``(ids, pad, positions)``: (B, W) int64 tokens, (B,) padded places before each
+        sequence, and (B, W) positions counted from its first token (0 where padded).
+    """
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    width = int(lengths.max())
+    pad = width - lengths
+    ids = torch.zeros(len(rows), width, dtype=torch.long, device=device)
+    for i, row in enumerate(rows):
+        ids[i, int(pad[i]) :] = torch.as_tensor(row, device=device)
+    return ids, pad, (torch.arange(width, device=device) - pad.unsqueeze(1)).clamp(min=0)
+
+
 @torch.no_grad()
 def sample_batch(
     target: Target,
@@ -93,21 +109,17 @@ def sample_batch(
     if any(not prompt.ids for prompt in prompts):
         raise DBlastError("a prompt has no tokens")
     model, device = target.model, target.device
-    lengths = torch.tensor([len(prompt.ids) for prompt in prompts], device=device)
-    batch, width = len(prompts), int(lengths.max())
+    ids, pad, positions = left_padded([prompt.ids for prompt in prompts], device)
+    batch, width = ids.shape
+    lengths = width - pad
     total = width + max_new_tokens
     if total > model.config.max_position_embeddings:
         raise DBlastError(
             f"prompt of {width} tokens plus {max_new_tokens} new ones passes the target's context limit "
             f"of {model.config.max_position_embeddings}; shorten the prompt or the budget"
         )
-    pad = width - lengths
-    ids = torch.zeros(batch, width, dtype=torch.long, device=device)
-    for row, prompt in enumerate(prompts):
-        ids[row, pad[row] :] = torch.tensor(prompt.ids, device=device)
     # Ones beyond the written part are harmless: the causal mask hides the future.
     mask = (torch.arange(total, device=device) >= pad.unsqueeze(1)).long()
-    positions = (torch.arange(width, device=device) - pad.unsqueeze(1)).clamp(min=0)
     cache = StaticCache(config=model.config, max_cache_len=total)
     out = model(
         input_ids=ids,
