@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.replay import block_index
-from dblast.trajectories import Trajectory
+from dblast.trajectories import Trajectory, widen_supports
 
 
 @dataclass
@@ -29,6 +29,7 @@ class AnchorBatch:
         tokens: (B * A, b) realised tokens after each anchor.
         log_p: (B * A, b) their log-probability under the target.
         valid: (B * A, b) False past the end of the trajectory.
+        support, support_log_p: (B * A, b, W) what each token was drawn from (-inf: padding); None unless asked for.
     """
 
     anchor_tokens: Tensor
@@ -38,27 +39,34 @@ class AnchorBatch:
     tokens: Tensor
     log_p: Tensor
     valid: Tensor
+    support: Tensor | None = None
+    support_log_p: Tensor | None = None
 
     def run(self, drafter: DBlastDrafter) -> DraftOutput:
         """The drafter's pass over these blocks."""
         return drafter(self.anchor_tokens, self.anchor_positions, self.features, self.context_lengths)
 
     def to(self, device: torch.device | str) -> AnchorBatch:
-        return AnchorBatch(**{name: value.to(device) for name, value in vars(self).items()})
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return AnchorBatch(**moved)
 
 
-def pack(trajectories: Sequence[Trajectory], anchors: Sequence[Tensor], block_length: int) -> AnchorBatch:
+def pack(
+    trajectories: Sequence[Trajectory], anchors: Sequence[Tensor], block_length: int, with_support: bool = False
+) -> AnchorBatch:
     """Pack chosen anchors of several trajectories into one pass.
 
     Args:
         trajectories: B of them.
         anchors: B index tensors of equal length A, numbers of emitted response tokens (0 <= a < n).
         block_length: b.
+        with_support: also the distributions that the tokens were drawn from.
     """
     # Context of the furthest anchor: nothing at or after it is ever attended to.
     needed = [len(t.prompt_ids) + int(a.max()) - 1 for t, a in zip(trajectories, anchors, strict=True)]
     width = max(1, *needed)
     features = torch.zeros(len(trajectories), width, trajectories[0].features.shape[1], dtype=torch.bfloat16)
+    supports = []
     rows = {name: [] for name in ("anchor_tokens", "anchor_positions", "tokens", "log_p", "valid")}
     for row, (trajectory, chosen) in enumerate(zip(trajectories, anchors, strict=True)):
         features[row, : needed[row]] = trajectory.features[: needed[row]]
@@ -69,6 +77,11 @@ def pack(trajectories: Sequence[Trajectory], anchors: Sequence[Tensor], block_le
         rows["tokens"].append(trajectory.response_ids[index[chosen]])
         rows["log_p"].append(trajectory.log_p[index[chosen]])
         rows["valid"].append(valid[chosen])
+        if with_support:
+            names = ("support", "support_log_p")
+            supports.append({name: getattr(trajectory, name)[index[chosen]] for name in names})
+    if with_support:
+        widen_supports(supports)
     return AnchorBatch(
         anchor_tokens=torch.stack(rows["anchor_tokens"]),
         anchor_positions=torch.stack(rows["anchor_positions"]),
@@ -77,6 +90,7 @@ def pack(trajectories: Sequence[Trajectory], anchors: Sequence[Tensor], block_le
         tokens=torch.cat(rows["tokens"]),
         log_p=torch.cat(rows["log_p"]),
         valid=torch.cat(rows["valid"]),
+        **({name: torch.cat([part[name] for part in supports]) for name in supports[0]} if with_support else {}),
     )
 
 
@@ -96,11 +110,12 @@ class AnchorSampler:
         sequences: int,
         anchors: int,
         generator: torch.Generator,
+        with_support: bool = False,
     ):
         # Kept as given: a list in memory is fast, a TrajectorySet reads rows from disk as they are drawn.
         self.trajectories = trajectories
         self.block_length, self.sequences, self.anchors = block_length, sequences, anchors
-        self.generator = generator
+        self.generator, self.with_support = generator, with_support
         self._order: list[int] = []
 
     def state(self) -> dict:
@@ -122,4 +137,4 @@ class AnchorSampler:
             # Short responses repeat anchors rather than shrink the whole batch.
             repeats = -(-self.anchors // n)
             anchors.append(order.repeat(repeats)[: self.anchors])
-        return pack(trajectories, anchors, self.block_length)
+        return pack(trajectories, anchors, self.block_length, self.with_support)

@@ -23,8 +23,8 @@ from transformers import DynamicCache
 from dblast.errors import ArtefactError, DBlastError
 from dblast.progress import progress
 from dblast.sampling import SamplingSettings
-from dblast.targets import Target
-from dblast.trajectories import Trajectory, left_padded, shard_generator
+from dblast.targets import Target, last_position
+from dblast.trajectories import Trajectory, left_padded, shard_generator, widen_supports
 
 
 @dataclass
@@ -118,7 +118,12 @@ def sample_continuations(
     mask = (torch.arange(width, device=device) >= pad.unsqueeze(1)).long()
     cache = DynamicCache(config=model.config)
     out = model(
-        input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache, use_cache=True, logits_to_keep=1
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=positions,
+        cache=cache,
+        use_cache=True,
+        logits_to_keep=last_position(ids),
     )
     # The prefix was computed once; from here on it has M rows.
     cache.batch_repeat_interleave(continuations)
@@ -153,17 +158,9 @@ def sample_continuations(
             use_cache=True,
         )
         logits = out.logits[:, -1]
-    _widen_supports(steps)
+    widen_supports(steps)
     stacked = {name: torch.stack([part[name] for part in steps], dim=1).cpu() for name in steps[0]}
     return {name: value.view(count, continuations, *value.shape[1:]) for name, value in stacked.items()}
-
-
-def _widen_supports(parts: list[dict[str, Tensor]]) -> None:
-    """Pad the supports of steps or shards to one width, in place; their filters kept different numbers of tokens."""
-    widest = max(part["support"].shape[-1] for part in parts)
-    for part in parts:
-        for name, fill in (("support", 0), ("support_log_p", float("-inf"))):
-            part[name] = torch.nn.functional.pad(part[name], (0, widest - part[name].shape[-1]), value=fill)
 
 
 def store_continuations(
@@ -231,7 +228,7 @@ def load_continuations(folder: Path) -> Continuations:
         shards = [load_file(folder / f"shard-{i:05d}.safetensors") for i in range(record["shards"])]
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ArtefactError(f"continuations in {folder} are missing or damaged ({error}); delete it and rerun") from None
-    _widen_supports(shards)
+    widen_supports(shards)
     order = torch.cat([shard["order"] for shard in shards]).argsort()
     if len(order) != record["prefixes"]:
         raise ArtefactError(f"continuations in {folder}: {len(order)} prefixes, expected {record['prefixes']}; delete it")

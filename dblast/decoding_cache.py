@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
-from dblast.targets import tap_features
+from dblast.targets import last_position, tap_features
 
 
 class RowLayer(CacheLayerMixin):
@@ -212,7 +212,7 @@ class BlockDecoder:
             cache=cache,
             use_cache=True,
             output_hidden_states=True,
-            logits_to_keep=1 if last_logits_only else 0,
+            logits_to_keep=last_position(ids) if last_logits_only else 0,
         )
         return out.logits, tap_features(out.hidden_states, self.drafter.config.target_layer_ids)
 

@@ -241,20 +241,21 @@ class DBlastDrafter(PreTrainedModel):
 
         Args:
             branch_hidden: (N, K, b, H).
-            tokens: (N, b) target token ids.
+            tokens: (N, b) target token ids, or (N, b, W) for several at every position.
 
         Returns:
-            (N, K, b) float32; -inf for tokens outside the draft vocabulary.
+            (N, K, b) or (N, K, b, W) float32; -inf for tokens outside the draft vocabulary.
         """
         slots = self._borrowed["slot"][tokens] if self.config.draft_vocab_size else tokens
+        index = slots.unsqueeze(1).expand(*branch_hidden.shape[:-1], *tokens.shape[2:])
         if branch_hidden.shape[:-1].numel() * len(self._table("head")) > PLAIN_LOGITS:
-            index = slots.unsqueeze(1).expand(branch_hidden.shape[:-1])
             flat = branch_hidden.reshape(-1, branch_hidden.shape[-1])
-            return chunked_log_q(flat, self._table("head"), index.reshape(-1)).view(index.shape)
+            rows = index.reshape(len(flat), *tokens.shape[2:])
+            return chunked_log_q(flat, self._table("head"), rows).view(index.shape)
         logits = self.logits(branch_hidden)
-        index = slots.clamp(min=0)[:, None, :, None].expand(-1, logits.shape[1], -1, 1)
-        log_q = logits.gather(-1, index).squeeze(-1) - logits.logsumexp(-1)
-        return log_q.masked_fill((slots < 0).unsqueeze(1), float("-inf"))
+        columns = index.clamp(min=0).view(*logits.shape[:-1], -1)
+        log_q = logits.gather(-1, columns) - logits.logsumexp(-1, keepdim=True)
+        return log_q.view(index.shape).masked_fill(index < 0, float("-inf"))
 
     def greedy_tokens(self, branch_hidden: Tensor) -> Tensor:
         """argmax_v q_i(v | y, z) as target ids: (N, K, b) (eq. 18)."""

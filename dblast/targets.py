@@ -64,6 +64,15 @@ class Target:
         return list(encoded["input_ids"])
 
 
+def last_position(ids: Tensor) -> Tensor:
+    """``logits_to_keep`` for the last of the (B, S) positions alone.
+
+    As an index, and not as the number 1: the slice that this would cut is not contiguous, and its product with the
+    head then runs as a batched one that copies the head for every row, longer than the whole pass.
+    """
+    return torch.tensor([ids.shape[1] - 1], device=ids.device)
+
+
 def tap_features(hidden_states: tuple[Tensor, ...], taps: list[int]) -> Tensor:
     """Concatenate tapped layers: tap L is ``hidden_states[L + 1]``; (B, S, H) each to (B, S, m * H)."""
     return torch.cat([hidden_states[tap + 1] for tap in taps], dim=-1)

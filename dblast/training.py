@@ -31,7 +31,7 @@ class TrainingConfig:
 
     Attributes:
         loss: "CE" (DFlash's decayed cross-entropy), "NLL", "AL", or one of
-            :data:`dblast.objectives.REALISED`, other papers' objectives.
+            :data:`dblast.objectives.OBJECTIVES`, other papers' objectives.
         construction, tau: of the AL loss (Table 4, eq. 15), and of "TRUNC".
         steps: optimiser steps.
         optimizer: "adamw" (the paper's Adam), or "muon": orthogonalised momentum
@@ -65,13 +65,8 @@ class TrainingConfig:
     checkpoint_every: int = 25
 
     def __post_init__(self) -> None:
-        if self.loss in OBJECTIVES and self.loss not in REALISED:
-            raise DBlastError(
-                f"loss {self.loss!r} compares whole distributions, which trajectories do not hold; choose one of "
-                f"{', '.join((*LOSSES, *REALISED))}"
-            )
-        if self.loss not in (*LOSSES, *REALISED):
-            raise DBlastError(f"unknown loss {self.loss!r}; known losses: {', '.join((*LOSSES, *REALISED))}")
+        if self.loss not in (*LOSSES, *OBJECTIVES):
+            raise DBlastError(f"unknown loss {self.loss!r}; known losses: {', '.join((*LOSSES, *OBJECTIVES))}")
         if self.construction not in AL_CONSTRUCTIONS:
             raise DBlastError(f"unknown AL construction {self.construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
         if self.precision not in ("float32", "bfloat16"):
@@ -84,6 +79,11 @@ class TrainingConfig:
         for name in ("learning_rate", "matrix_learning_rate"):
             if not getattr(self, name) > 0:
                 raise DBlastError(f"{name} must be positive, got {getattr(self, name)}")
+
+    @property
+    def distills(self) -> bool:
+        """Whether the loss compares whole distributions, recorded in the trajectories, rather than the sampled tokens."""
+        return self.loss in OBJECTIVES and self.loss not in REALISED
 
 
 def learning_rate_factor(step: int, config: TrainingConfig) -> float:
@@ -99,9 +99,16 @@ def batch_loss(drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfi
     autocast = torch.autocast(drafter.device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
     with autocast:
         out = batch.run(drafter)
-        log_q = drafter.log_q(out.branch_hidden, batch.tokens)
-    inputs = (log_q, out.log_prior(), batch.log_p, batch.valid)
+        tokens = batch.tokens
+        if config.distills:
+            # One product for the sampled token and for all that it was drawn from.
+            tokens = torch.cat([tokens.unsqueeze(-1), batch.support], dim=-1)
+        log_q = drafter.log_q(out.branch_hidden, tokens)
     settings = {"tau": config.tau, "construction": config.construction}
+    if config.distills:
+        settings |= {"log_q_candidates": log_q[..., 1:], "log_p_candidates": batch.support_log_p}
+        log_q = log_q[..., 0]
+    inputs = (log_q, out.log_prior(), batch.log_p, batch.valid)
     if config.loss in OBJECTIVES:
         return OBJECTIVES[config.loss](*inputs, **settings)
     return training_loss(config.loss, *inputs, **settings)
@@ -140,6 +147,7 @@ class Trainer:
             sequences=config.sequences,
             anchors=config.anchors,
             generator=torch.Generator().manual_seed(config.seed),
+            with_support=config.distills,
         )
         self.history: list[dict] = []
         self.recent: list[float] = []  # losses since the last point of the history

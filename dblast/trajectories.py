@@ -1,7 +1,7 @@
 """Target-sampled trajectories: tokens, their log p and the tapped hidden states, all from one pass.
 
-A trajectory is what the target would have written. Log p and the features are
-recorded in the very pass that sampled the token: in bfloat16 a later prefill
+A trajectory is what the target would have written. The distribution that a token
+was drawn from and the features are recorded in the very pass that sampled it: in bfloat16 a later prefill
 gives slightly different logits, enough to push a sampled token out of the
 recomputed top-k.
 
@@ -26,7 +26,11 @@ from transformers import StaticCache
 from dblast.errors import ArtefactError, DBlastError
 from dblast.progress import progress, quiet_loading
 from dblast.sampling import SamplingSettings
-from dblast.targets import Target, tap_features
+from dblast.targets import Target, last_position, tap_features
+
+
+#: Tokens of each step's distribution that are recorded at most; the paper's settings keep 20 (more only in ties).
+SUPPORT_LIMIT = 32
 
 
 @dataclass
@@ -40,6 +44,8 @@ class Trajectory:
         log_p: (n,) float32, log p(x_j | y, x_<j) under the sampling settings.
         entropy: (n,) float32, entropy of p at that step, nats.
         p_max: (n,) float32, largest probability of p at that step.
+        support: (n, W) int64, the tokens that x_j was drawn from; the likeliest :data:`SUPPORT_LIMIT` if there were more.
+        support_log_p: (n, W) float32, their log-probabilities, -inf where padded.
         features: (P + n - 1, m * H) bfloat16 tapped states of every token that went through the target.
     """
 
@@ -50,6 +56,8 @@ class Trajectory:
     log_p: Tensor
     entropy: Tensor
     p_max: Tensor
+    support: Tensor
+    support_log_p: Tensor
     features: Tensor
 
     @property
@@ -81,6 +89,14 @@ def left_padded(rows: Sequence[Sequence[int] | Tensor], device: torch.device) ->
     for i, row in enumerate(rows):
         ids[i, int(pad[i]) :] = torch.as_tensor(row, device=device)
     return ids, pad, (torch.arange(width, device=device) - pad.unsqueeze(1)).clamp(min=0)
+
+
+def widen_supports(parts: Sequence[dict[str, Tensor]]) -> None:
+    """Pad ``support`` and ``support_log_p`` (..., W) of steps or shards to one W, in place; filters keep what they keep."""
+    widest = max(part["support"].shape[-1] for part in parts)
+    for part in parts:
+        for name, fill in (("support", 0), ("support_log_p", float("-inf"))):
+            part[name] = torch.nn.functional.pad(part[name], (0, widest - part[name].shape[-1]), value=fill)
 
 
 @torch.no_grad()
@@ -128,11 +144,11 @@ def sample_batch(
         cache=cache,
         use_cache=True,
         output_hidden_states=True,
-        logits_to_keep=1,
+        logits_to_keep=last_position(ids),
     )
     prompt_features = tap_features(out.hidden_states, taps).to(torch.bfloat16)
     eos = torch.tensor(target.eos_token_ids, device=device, dtype=torch.long)
-    tokens, statistics, step_features = [], [], []
+    tokens, statistics, supports, step_features = [], [], [], []
     alive = torch.ones(batch, dtype=torch.bool, device=device)
     count = torch.zeros(batch, dtype=torch.long, device=device)
     for step in range(max_new_tokens):
@@ -142,6 +158,10 @@ def sample_batch(
         tokens.append(token)
         entropy = torch.special.entr(log_p.exp()).sum(-1)
         statistics.append(torch.stack([log_p.gather(-1, drawn).squeeze(-1), entropy, log_p.amax(-1).exp()], -1))
+        if log_p.shape[-1] > SUPPORT_LIMIT:
+            log_p, likeliest = log_p.topk(SUPPORT_LIMIT, dim=-1)
+            support = support.gather(-1, likeliest)
+        supports.append({"support": support, "support_log_p": log_p})
         count += alive
         alive = alive & ~torch.isin(token, eos)
         if step + 1 == max_new_tokens or not alive.any():
@@ -156,6 +176,8 @@ def sample_batch(
         )
         step_features.append(tap_features(out.hidden_states, taps)[:, 0].to(torch.bfloat16))
     tokens, statistics = torch.stack(tokens, 1).cpu(), torch.stack(statistics, 1).cpu()
+    widen_supports(supports)
+    support, support_log_p = (torch.stack([s[name] for s in supports], 1).cpu() for name in supports[0])
     later = torch.stack(step_features, 1).cpu() if step_features else prompt_features[:, :0].cpu()
     prompt_features = prompt_features.cpu()
     rows = []
@@ -165,7 +187,18 @@ def sample_batch(
         log_p, entropy, p_max = statistics[row, :n].unbind(-1)
         ids_row = torch.tensor(prompt.ids)
         rows.append(
-            Trajectory(prompt.prompt_id, prompt.task, ids_row, tokens[row, :n], log_p, entropy, p_max, features)
+            Trajectory(
+                prompt_id=prompt.prompt_id,
+                task=prompt.task,
+                prompt_ids=ids_row,
+                response_ids=tokens[row, :n],
+                log_p=log_p,
+                entropy=entropy,
+                p_max=p_max,
+                support=support[row, :n],
+                support_log_p=support_log_p[row, :n],
+                features=features,
+            )
         )
     return rows
 
@@ -179,6 +212,9 @@ def _save_shard(rows: list[Trajectory], folder: Path) -> None:
         "prompt_ids": [row.prompt_ids.numpy().astype(np.int32) for row in rows],
         "response_ids": [row.response_ids.numpy().astype(np.int32) for row in rows],
         **{name: [getattr(row, name).numpy() for row in rows] for name in ("log_p", "entropy", "p_max")},
+        "support": [row.support.numpy().astype(np.int32).ravel() for row in rows],
+        "support_log_p": [row.support_log_p.numpy().ravel() for row in rows],
+        "support_width": [row.support.shape[1] for row in rows],
         # Arrow has no bfloat16: the bits travel as int16.
         "features": [row.features.view(torch.int16).numpy().ravel() for row in rows],
         "feature_width": [row.features.shape[1] for row in rows],
@@ -267,6 +303,10 @@ class TrajectorySet:
             **{
                 name: torch.from_numpy(np.array(row[name], dtype=np.float32)) for name in ("log_p", "entropy", "p_max")
             },
+            support=torch.from_numpy(np.array(row["support"], dtype=np.int64)).view(-1, int(row["support_width"])),
+            support_log_p=torch.from_numpy(np.array(row["support_log_p"], dtype=np.float32)).view(
+                -1, int(row["support_width"])
+            ),
             features=features.view(-1, int(row["feature_width"])),
         )
 

@@ -133,14 +133,19 @@ def make_trajectory() -> Callable[..., Trajectory]:
     def build(prompt: int = 4, response: int = 10, width: int = 64, seed: int = 0) -> Trajectory:
         generator = torch.Generator().manual_seed(seed)
         tokens = torch.randint(4, VOCABULARY_SIZE, (prompt + response,), generator=generator)
+        log_p = -2 * torch.rand(response, generator=generator)
+        # Drawn from two tokens: itself, and one that takes the rest.
+        support = torch.stack([tokens[prompt:], (tokens[prompt:] + 1) % VOCABULARY_SIZE], dim=-1)
         return Trajectory(
             prompt_id=f"random-{seed}",
             task="random",
             prompt_ids=tokens[:prompt],
             response_ids=tokens[prompt:],
-            log_p=-2 * torch.rand(response, generator=generator),
+            log_p=log_p,
             entropy=torch.rand(response, generator=generator),
             p_max=torch.rand(response, generator=generator),
+            support=support,
+            support_log_p=torch.stack([log_p, torch.log1p(-log_p.exp())], dim=-1),
             features=torch.randn(prompt + response - 1, width, generator=generator).to(torch.bfloat16),
         )
 

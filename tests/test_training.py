@@ -11,7 +11,7 @@ import torch
 
 from dblast.anchors import AnchorSampler, pack
 from dblast.errors import ArtefactError, DBlastError
-from dblast.objectives import REALISED
+from dblast.objectives import OBJECTIVES, REALISED
 from dblast.scoring import score, trajectory_acceptance
 from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, train
 from tests.checks import one_line
@@ -125,7 +125,7 @@ def test_every_anchor_is_drawn_equally_often(make_trajectory):
 def test_sampler_goes_on_from_a_stored_state(trajectories):
     def sampler(seed: int) -> AnchorSampler:
         generator = torch.Generator().manual_seed(seed)
-        return AnchorSampler(trajectories, block_length=3, sequences=2, anchors=3, generator=generator)
+        return AnchorSampler(trajectories, block_length=3, sequences=2, anchors=3, generator=generator, with_support=True)
 
     first, second = sampler(0), sampler(99)
     first.next()
@@ -415,7 +415,7 @@ def test_bfloat16_training_stays_near_float32(llama, make_drafter, trajectories)
 
 
 @pytest.mark.parametrize("categories", [1, 3])
-@pytest.mark.parametrize("loss", REALISED)
+@pytest.mark.parametrize("loss", OBJECTIVES)
 def test_objectives_of_other_papers_lower_their_own_value(llama, make_drafter, trajectories, loss, categories):
     trainer = Trainer(make_drafter(llama, num_categories=categories), trajectories, replace(SMALL, loss=loss, steps=40))
     batch = trainer.sampler.next()
@@ -426,6 +426,39 @@ def test_objectives_of_other_papers_lower_their_own_value(llama, make_drafter, t
     assert float(batch_loss(trainer.drafter, batch, trainer.config)) < before
 
 
-def test_an_objective_that_needs_the_whole_distribution_is_refused():
-    with pytest.raises(DBlastError, match="'KD' compares whole distributions"):
-        TrainingConfig(loss="KD")
+@pytest.mark.parametrize("loss", sorted(set(OBJECTIVES) - set(REALISED)))
+def test_distributions_of_the_trajectories_reach_the_objectives(llama, make_drafter, trajectories, loss):
+    drafter = make_drafter(llama, num_categories=2, draft_vocab_size=40)
+    config = replace(SMALL, loss=loss)
+    batch = Trainer(drafter, trajectories, config).sampler.next()
+    out = batch.run(drafter)
+    whole = drafter.logits(out.branch_hidden).log_softmax(-1)
+    full = torch.full((*whole.shape[:-1], drafter.config.vocab_size), float("-inf"))
+    full[..., drafter.draft_token_ids] = whole
+    index = batch.support.unsqueeze(1).expand(-1, 2, -1, -1)
+    log_q = full.gather(-1, batch.tokens[:, None, :, None].expand(-1, 2, -1, 1)).squeeze(-1)
+    expected = OBJECTIVES[loss](
+        log_q,
+        out.log_prior(),
+        batch.log_p,
+        batch.valid,
+        log_q_candidates=full.gather(-1, index),
+        log_p_candidates=batch.support_log_p,
+    )
+    assert batch_loss(drafter, batch, config).item() == pytest.approx(expected.item(), rel=1e-5)
+    # Where every token was certain, nothing but the sampled token is left to learn from.
+    certain = torch.full_like(batch.support_log_p, float("-inf"))
+    certain[..., 0] = 0.0
+    changed = replace(batch, support_log_p=certain)
+    assert batch_loss(drafter, changed, config).item() != pytest.approx(expected.item(), rel=1e-3)
+
+
+def test_packed_supports_belong_to_their_tokens(trajectories):
+    chosen = [torch.tensor([0, 3]), torch.tensor([2, 1])]
+    batch = pack(trajectories[:2], chosen, 3, with_support=True)
+    assert batch.support.shape == batch.support_log_p.shape == (4, 3, 2)
+    own = batch.support == batch.tokens.unsqueeze(-1)
+    assert own.any(-1)[batch.valid].all()
+    log_p = batch.support_log_p.masked_fill(~own, float("-inf")).logsumexp(-1)
+    torch.testing.assert_close(log_p[batch.valid], batch.log_p[batch.valid])
+    assert pack(trajectories[:2], chosen, 3).support is None

@@ -58,6 +58,13 @@ def test_what_is_recorded_equals_a_plain_forward_of_each_row(request, target_nam
         out = target.model(row.tokens[None, :-1], output_hidden_states=True, use_cache=False)
         law = settings.log_probabilities(out.logits[0, p - 1 :])
         torch.testing.assert_close(row.log_p, law[range(n), row.response_ids], atol=1e-4, rtol=1e-4)
+        # Of a longer support, the likeliest tokens.
+        kept = torch.full_like(law, float("-inf"))
+        likeliest = law.topk(min(module.SUPPORT_LIMIT, law.shape[-1]), dim=-1)
+        kept.scatter_(-1, likeliest.indices, likeliest.values)
+        recorded = torch.full_like(law, float("-inf")).scatter_reduce(-1, row.support, row.support_log_p, "amax")
+        torch.testing.assert_close(recorded.exp(), kept.exp(), atol=1e-4, rtol=1e-3)
+        assert row.support.shape == row.support_log_p.shape and row.support.shape[-1] <= module.SUPPORT_LIMIT
         torch.testing.assert_close(row.p_max, law.max(-1).values.exp(), atol=1e-4, rtol=1e-4)
         entropy = -(law.exp() * law.clamp(min=-1e4)).sum(-1)
         torch.testing.assert_close(row.entropy, entropy, atol=1e-3, rtol=1e-3)
