@@ -23,7 +23,7 @@ from transformers import DynamicCache
 from dblast.errors import ArtefactError, DBlastError
 from dblast.progress import progress
 from dblast.sampling import SamplingSettings
-from dblast.targets import Target, last_position
+from dblast.targets import Target, attention_mask, last_position
 from dblast.trajectories import Trajectory, left_padded, shard_generator, widen_supports
 
 
@@ -89,7 +89,7 @@ def sample_continuations(
     block_length: int,
     generator: torch.Generator,
 ) -> dict[str, Tensor]:
-    """Continue every prefix M times; one left-padded prefill, then b - 1 steps of P * M rows.
+    """Continue every prefix M times; one left-padded prefill, then b - 1 steps of P * M tokens.
 
     Args:
         prefixes: P token-id tensors, prompt included, each at least one token.
@@ -115,27 +115,27 @@ def sample_continuations(
             f"a prefix of {width} tokens and a block of {block_length} pass the target's context limit of "
             f"{model.config.max_position_embeddings}"
         )
-    mask = (torch.arange(width, device=device) >= pad.unsqueeze(1)).long()
+    mask = torch.arange(width, device=device) >= pad.unsqueeze(1)
     cache = DynamicCache(config=model.config)
     out = model(
         input_ids=ids,
-        attention_mask=mask,
+        attention_mask=mask.long(),
         position_ids=positions,
         cache=cache,
         use_cache=True,
         logits_to_keep=last_position(ids),
     )
-    # The prefix was computed once; from here on it has M rows.
-    cache.batch_repeat_interleave(continuations)
-    logits = out.logits[:, -1].repeat_interleave(continuations, dim=0)
-    mask = mask.repeat_interleave(continuations, dim=0)
-    lengths = lengths.repeat_interleave(continuations)
+    # The M continuations are M tokens of one row, side by side: each step of theirs attends to the prefix, which
+    # is neither computed nor stored again, and to the steps of its own continuation.
+    logits = out.logits[:, -1:].expand(-1, continuations, -1)
+    allowed = mask.view(count, 1, 1, width).expand(-1, -1, continuations, -1)
+    own = torch.eye(continuations, dtype=torch.bool, device=device).expand(count, 1, -1, -1)
     eos = torch.tensor(target.eos_token_ids, device=device, dtype=torch.long)
-    alive = torch.ones(len(lengths), dtype=torch.bool, device=device)
+    alive = torch.ones(count, continuations, dtype=torch.bool, device=device)
     steps: list[dict[str, Tensor]] = []
     for step in range(block_length):
         support, support_log_p = settings.support(logits)
-        drawn = torch.multinomial(support_log_p.exp(), 1, generator=generator)
+        drawn = torch.multinomial(support_log_p.exp().flatten(0, 1), 1, generator=generator).view(count, -1, 1)
         token = support.gather(-1, drawn).squeeze(-1)
         steps.append(
             {
@@ -149,18 +149,17 @@ def sample_continuations(
         alive = alive & ~torch.isin(token, eos)
         if step + 1 == block_length:
             break
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], dim=-1)
+        allowed = torch.cat([allowed, own], dim=-1)
         out = model(
-            input_ids=token.unsqueeze(1),
-            attention_mask=mask,
-            position_ids=(lengths + step).unsqueeze(1),
+            input_ids=token,
+            attention_mask=attention_mask(model, allowed),
+            position_ids=(lengths + step).unsqueeze(1).expand(-1, continuations),
             cache=cache,
             use_cache=True,
         )
-        logits = out.logits[:, -1]
+        logits = out.logits
     widen_supports(steps)
-    stacked = {name: torch.stack([part[name] for part in steps], dim=1).cpu() for name in steps[0]}
-    return {name: value.view(count, continuations, *value.shape[1:]) for name, value in stacked.items()}
+    return {name: torch.stack([part[name] for part in steps], dim=2).cpu() for name in steps[0]}
 
 
 def store_continuations(
@@ -174,15 +173,14 @@ def store_continuations(
     continuations: int,
     block_length: int,
     seed: int,
-    tokens_per_pass: int = 2**17,
+    rows_per_pass: int = 2048,
     description: str = "continuations",
 ) -> Continuations:
     """Continue chosen truncation points into ``folder``; goes on where a killed run stopped.
 
     Args:
         row, emitted: (P,) from :func:`draw_prefixes`.
-        tokens_per_pass: cached tokens of one pass at most, P * M * (longest prefix + b), but at least one
-            prefix: every continuation holds a copy of its prefix's keys and values.
+        rows_per_pass: continuations of one pass at most, P * M, but at least one prefix.
     """
     folder.mkdir(parents=True, exist_ok=True)
     prefixes = [trajectories[r].tokens for r in row.tolist()]
@@ -192,8 +190,7 @@ def store_continuations(
     order = sorted(range(len(row)), key=lambda i: (length[i], i))
     batches: list[list[int]] = []
     for i in order:
-        rows = (len(batches[-1]) + 1) * continuations if batches else 0
-        if not batches or rows * (length[i] + block_length) > tokens_per_pass:
+        if not batches or (len(batches[-1]) + 1) * continuations > rows_per_pass:
             batches.append([])
         batches[-1].append(i)
     with progress(len(row) * continuations * block_length, description, unit="token") as bar:

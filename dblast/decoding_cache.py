@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
-from dblast.targets import last_position, tap_features
+from dblast.targets import attention_mask, last_position, tap_features
 
 
 class RowLayer(CacheLayerMixin):
@@ -198,10 +198,7 @@ class BlockDecoder:
         positions = cache.columns(ids.shape[1], self.device)
         width = max(cache.starts) + ids.shape[1]
         mask = torch.arange(width, device=self.device) <= positions.unsqueeze(-1)
-        mask = mask.unsqueeze(1)
-        if self.model.config._attn_implementation == "eager":
-            lowest = torch.finfo(self.model.dtype).min
-            mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill(~mask, lowest)
+        mask = attention_mask(self.model, mask.unsqueeze(1))
         if self.context_limit:
             # Only slots that a shorter budget discards can lie beyond it.
             positions = positions.clamp(max=self.context_limit - 1)

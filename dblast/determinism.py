@@ -19,6 +19,9 @@ from dblast.verifier import greedy_branch_acceptance
 #: Edges of the paper's five bins of D_b.
 EDGES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 
+#: Trajectories that share one drafter pass.
+ROWS_PER_PASS = 32
+
 
 @torch.no_grad()
 def draft_at(
@@ -41,14 +44,20 @@ def draft_at(
     device = drafter.device
     branches: dict[int, Tensor] = {}
     priors: dict[int, Tensor] = {}
+    # A pass takes trajectories that are cut equally often.
+    cuts: dict[int, list[Tensor]] = {}
     for r in row.unique().tolist():
         places = (row == r).nonzero().squeeze(-1)
-        batch = pack([trajectories[r]], [emitted[places]], drafter.config.block_length).to(device)
+        cuts.setdefault(len(places), []).append(places)
+    passes = [group[i : i + ROWS_PER_PASS] for group in cuts.values() for i in range(0, len(group), ROWS_PER_PASS)]
+    for group in passes:
+        chosen = [trajectories[int(row[places[0]])] for places in group]
+        batch = pack(chosen, [emitted[places] for places in group], drafter.config.block_length).to(device)
         with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
             out = batch.run(drafter)
             tokens = drafter.greedy_tokens(out.branch_hidden).cpu()
         prior = log_category_prior(out.prior_logits, category_temperature).float().cpu()
-        for i, place in enumerate(places.tolist()):
+        for i, place in enumerate(torch.cat(group).tolist()):
             branches[place], priors[place] = tokens[i], prior[i]
     order = range(len(row))
     return torch.stack([branches[i] for i in order]), torch.stack([priors[i] for i in order])

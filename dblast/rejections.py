@@ -94,8 +94,10 @@ def rejection_split(
 
 
 @torch.no_grad()
-def marginal_candidates(drafter: DBlastDrafter, branch_hidden: Tensor, log_prior: Tensor, k: int) -> Tensor:
-    """The k likeliest tokens of every slot under q_i(v | y) = sum_z pi_z q_i(v | y, z), likeliest first.
+def branches_and_candidates(
+    drafter: DBlastDrafter, branch_hidden: Tensor, log_prior: Tensor, k: int
+) -> tuple[Tensor, Tensor]:
+    """Greedy branches, and the k likeliest tokens of every slot under q_i(v | y) = sum_z pi_z q_i(v | y, z).
 
     Args:
         branch_hidden: (N, K, b, H).
@@ -103,7 +105,7 @@ def marginal_candidates(drafter: DBlastDrafter, branch_hidden: Tensor, log_prior
         k: 1..V'.
 
     Returns:
-        (N, b, k) target token ids.
+        (N, K, b) as :meth:`DBlastDrafter.greedy_tokens` gives them, and (N, b, k), likeliest first: target token ids.
 
     Raises:
         DBlastError: k below 1, or more than the drafter's vocabulary has tokens.
@@ -114,14 +116,15 @@ def marginal_candidates(drafter: DBlastDrafter, branch_hidden: Tensor, log_prior
     if k > size:
         raise DBlastError(f"the number of candidates k must not exceed the {size} tokens that can be drafted, got {k}")
     blocks = max(1, LOGITS_AT_ONCE // (branch_hidden.shape[1] * branch_hidden.shape[2] * size))
-    parts = []
+    greedy, likeliest = [], []
     for hidden, prior in zip(branch_hidden.split(blocks), log_prior.split(blocks), strict=True):
         logits = drafter.logits(hidden)
+        greedy.append(logits.argmax(-1))
         # In place, as this is the largest tensor; in logs, as small probabilities would underflow into ties.
         logits += (prior.unsqueeze(-1) - logits.logsumexp(-1)).unsqueeze(-1)
-        parts.append(logits.logsumexp(1).topk(k, dim=-1).indices)
-    best = torch.cat(parts)
-    return drafter.draft_token_ids[best] if drafter.config.draft_vocab_size else best
+        likeliest.append(logits.logsumexp(1).topk(k, dim=-1).indices)
+    both = torch.cat(greedy), torch.cat(likeliest)
+    return tuple(drafter.draft_token_ids[best] for best in both) if drafter.config.draft_vocab_size else both
 
 
 @torch.no_grad()
@@ -138,8 +141,7 @@ def _split_sums(
     with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
         out = batch.run(drafter)
         prior = log_category_prior(out.prior_logits, category_temperature)
-        branches = drafter.greedy_tokens(out.branch_hidden)
-        candidates = marginal_candidates(drafter, out.branch_hidden, prior, k)
+        branches, candidates = branches_and_candidates(drafter, out.branch_hidden, prior, k)
     split = rejection_split(branches, prior, candidates, batch.tokens, batch.log_p)
     return anchors, {name: value.cpu().double().sum(0) for name, value in split.items()}
 

@@ -73,6 +73,14 @@ def last_position(ids: Tensor) -> Tensor:
     return torch.tensor([ids.shape[1] - 1], device=ids.device)
 
 
+def attention_mask(model: PreTrainedModel, allowed: Tensor) -> Tensor:
+    """(N, 1, Q, S) bool, True where a query may attend, as the model's attention takes it."""
+    if model.config._attn_implementation != "eager":
+        return allowed
+    lowest = torch.finfo(model.dtype).min
+    return torch.zeros(allowed.shape, dtype=model.dtype, device=allowed.device).masked_fill(~allowed, lowest)
+
+
 def tap_features(hidden_states: tuple[Tensor, ...], taps: list[int]) -> Tensor:
     """Concatenate tapped layers: tap L is ``hidden_states[L + 1]``; (B, S, H) each to (B, S, m * H)."""
     return torch.cat([hidden_states[tap + 1] for tap in taps], dim=-1)

@@ -108,7 +108,7 @@ def test_truncation_points_are_uniform():
 def _store(llama, make_trajectory, folder, count=5):
     rows = [make_trajectory(prompt=2 + seed, response=6, seed=seed) for seed in range(3)]
     row, emitted = draw_prefixes([6, 6, 6], [0, 1, 2], count, 3, generator(4))
-    sizes = {"continuations": 4, "block_length": 3, "seed": 7, "tokens_per_pass": 80}
+    sizes = {"continuations": 4, "block_length": 3, "seed": 7, "rows_per_pass": 8}
     return rows, store_continuations(llama, rows, row, emitted, SETTINGS, folder, description=None, **sizes)
 
 

@@ -17,7 +17,7 @@ from dblast.errors import DBlastError
 from dblast.rejections import (
     CAUSES,
     QUANTITIES,
-    marginal_candidates,
+    branches_and_candidates,
     rejection_split,
     score_rejections,
     summarise_rejections,
@@ -315,7 +315,8 @@ each_vocabulary = pytest.mark.parametrize("draft_vocab_size", [0, 12], ids=["who
 def test_candidates_are_the_likeliest_of_the_plain_mixture(qwen3, make_drafter, draft_vocab_size, branches, k):
     drafter = make_drafter(qwen3, num_categories=branches, draft_vocab_size=draft_vocab_size)
     hidden, log_prior = random_hidden(drafter)
-    actual = marginal_candidates(drafter, hidden, log_prior, k)
+    greedy, actual = branches_and_candidates(drafter, hidden, log_prior, k)
+    assert torch.equal(greedy, drafter.greedy_tokens(hidden))
     assert actual.tolist() == plain_marginal(drafter, qwen3, hidden, log_prior).topk(k).indices.tolist()
     if draft_vocab_size:
         assert set(actual.flatten().tolist()) <= set(drafter.draft_token_ids.tolist())
@@ -327,14 +328,14 @@ def test_candidates_follow_the_prior(llama, make_drafter):
     greedy = drafter.greedy_tokens(hidden)
     for z in range(3):
         certain = category_log_prior(torch.nn.functional.one_hot(torch.tensor(z), 3).float(), 0).expand(len(hidden), -1)
-        assert (marginal_candidates(drafter, hidden, certain, 1)[..., 0] == greedy[:, z]).all()
+        assert (branches_and_candidates(drafter, hidden, certain, 1)[1][..., 0] == greedy[:, z]).all()
 
 
 def test_averaging_logits_instead_of_probabilities_differs(llama, make_drafter):
     drafter = make_drafter(llama, num_categories=3)
     hidden, log_prior = random_hidden(drafter)
     faulty = (log_prior.exp()[:, :, None, None] * drafter.logits(hidden)).sum(1).topk(4).indices
-    assert (marginal_candidates(drafter, hidden, log_prior, 4) != faulty).any()
+    assert (branches_and_candidates(drafter, hidden, log_prior, 4)[1] != faulty).any()
 
 
 @each_vocabulary
@@ -342,11 +343,12 @@ def test_averaging_logits_instead_of_probabilities_differs(llama, make_drafter):
 def test_candidates_in_chunks_are_the_same(llama, make_drafter, monkeypatch, draft_vocab_size, limit):
     drafter = make_drafter(llama, num_categories=2, draft_vocab_size=draft_vocab_size)
     hidden, log_prior = random_hidden(drafter, blocks=7)
-    whole = marginal_candidates(drafter, hidden, log_prior, 3)
+    whole = branches_and_candidates(drafter, hidden, log_prior, 3)
     sizes, logits = [], drafter.logits
     monkeypatch.setattr(drafter, "logits", lambda part: sizes.append(len(part)) or logits(part))
     monkeypatch.setattr(rejections, "LOGITS_AT_ONCE", limit)
-    assert marginal_candidates(drafter, hidden, log_prior, 3).tolist() == whole.tolist()
+    parts = branches_and_candidates(drafter, hidden, log_prior, 3)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(parts, whole, strict=True))
     per_block = 2 * 3 * (draft_vocab_size or drafter.config.vocab_size)
     assert sum(sizes) == 7 and max(sizes) == min(7, max(1, limit // per_block))
 
@@ -355,7 +357,7 @@ def test_candidates_in_chunks_are_the_same(llama, make_drafter, monkeypatch, dra
 def test_impossible_numbers_of_candidates_are_refused(llama, make_drafter, make_trajectory, k, words):
     drafter = make_drafter(llama, draft_vocab_size=12)
     with pytest.raises(DBlastError) as error:
-        marginal_candidates(drafter, *random_hidden(drafter), k)
+        branches_and_candidates(drafter, *random_hidden(drafter), k)
     one_line(error, "number of candidates k", *words)
     with pytest.raises(DBlastError, match="number of candidates k"):
         score_rejections(drafter, [make_trajectory()], 1.0, k=k)
