@@ -31,7 +31,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from dblast.anchors import pack
+from dblast.anchors import pack_first
 from dblast.drafter import DBlastDrafter, log_category_prior
 from dblast.errors import DBlastError
 from dblast.progress import progress
@@ -137,13 +137,13 @@ def _split_sums(
     if anchors == 0:
         return 0, {name: torch.zeros(b, dtype=torch.float64) for name in QUANTITIES}
     device = drafter.device
-    batch = pack([trajectory], [torch.arange(anchors)], b).to(device)
+    batch = pack_first(trajectory, anchors, b).to(device)
     with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
         out = batch.run(drafter)
         prior = log_category_prior(out.prior_logits, category_temperature)
         branches, candidates = branches_and_candidates(drafter, out.branch_hidden, prior, k)
     split = rejection_split(branches, prior, candidates, batch.tokens, batch.log_p)
-    return anchors, {name: value.cpu().double().sum(0) for name, value in split.items()}
+    return anchors, {name: value[:anchors].cpu().double().sum(0) for name, value in split.items()}
 
 
 def score_rejections(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import pandas as pd
 import torch
 
-from dblast.anchors import pack
+from dblast.anchors import pack_first
 from dblast.drafter import DBlastDrafter, log_category_prior
 from dblast.progress import progress
 from dblast.replay import expected_accepted, expected_passes
@@ -34,7 +34,7 @@ def trajectory_acceptance(
     """
     n = len(trajectory.response_ids)
     device = drafter.device
-    batch = pack([trajectory], [torch.arange(n)], drafter.config.block_length).to(device)
+    batch = pack_first(trajectory, n, drafter.config.block_length).to(device)
     with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
         out = batch.run(drafter)
         if proposal == "greedy_branch":
@@ -48,7 +48,7 @@ def trajectory_acceptance(
             accept = greedy_branch_acceptance(branches, prior, batch.tokens, batch.log_p)
         else:
             accept = soft_acceptance(log_q, prior, batch.log_p)
-        rows.append(accept * batch.valid)
+        rows.append((accept * batch.valid)[:n])
     return torch.stack(rows).cpu()
 
 
