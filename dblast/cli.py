@@ -1,4 +1,4 @@
-"""Command line: ``python -m dblast fetch | profiles | train | generate | reproduce``.
+"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """
@@ -47,24 +47,47 @@ def profiles() -> None:
         typer.echo(f"{profile.name:10s} {labels:20s} {time}")
 
 
+# Options that `train` and `pretrain` share.
+Target = Annotated[str, typer.Option(help="Which of the profile's targets.")]
+Model = Annotated[str | None, typer.Option(help="Your own target: a local folder or a Hugging Face id.")]
+MaskTokenId = Annotated[int | None, typer.Option(help="Unused token of your target for the draft slots.")]
+Prompts = Annotated[str | None, typer.Option(help="Evaluation prompts: bundled, hub or a JSONL file.")]
+Tasks = Annotated[str | None, typer.Option(help="Only these tasks, comma-separated.")]
+BlockLength = Annotated[int | None, typer.Option(help="Draft block length b.")]
+Layers = Annotated[int | None, typer.Option(help="Draft layers; the drafter is then pre-trained, not the shipped one.")]
+Start = Annotated[str | None, typer.Option(help="shipped, target, random, or a public DFlash checkpoint.")]
+PretrainSteps = Annotated[int | None, typer.Option(help="Pre-training steps, if the drafter is pre-trained.")]
+PretrainingPrompts = Annotated[int | None, typer.Option(help="Prompts of pre-training, if they are others than those of fine-tuning.")]
+Output = Annotated[Path | None, typer.Option(help="Copy the finished drafter to this new folder.")]
+
+
 @app.command()
 def train(
     profile: ProfileOption = "cpu",
-    target: Annotated[str, typer.Option(help="Which of the profile's targets.")] = "tiny",
+    target: Target = "tiny",
     categories: Annotated[int, typer.Option("--categories", "-K", help="Number of categories K.")] = 4,
-    loss: Annotated[str, typer.Option(help="NLL, AL, CE, or another objective: DPACE, TRUNC, FOCAL, CHAIN, L2R, EAL, TV1, NLA1, LK1.")] = "AL",
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="NLL, AL, CE, or another objective: DPACE, TRUNC, FOCAL, CHAIN, L2R, EAL, TV, NLA, LK, KD; "
+            "TV1, NLA1, LK1 use the sampled token alone."
+        ),
+    ] = "AL",
     construction: Annotated[str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")] = "all_prefixes",
     seed: Annotated[int, typer.Option(help="Seed of category heads and data order.")] = 0,
-    model: Annotated[str | None, typer.Option(help="Your own target: a local folder or a Hugging Face id.")] = None,
-    mask_token_id: Annotated[int | None, typer.Option(help="Unused token of your target for the draft slots.")] = None,
-    prompts: Annotated[str | None, typer.Option(help="Evaluation prompts: bundled, hub or a JSONL file.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Only these tasks, comma-separated.")] = None,
-    block_length: Annotated[int | None, typer.Option(help="Draft block length b.")] = None,
+    model: Model = None,
+    mask_token_id: MaskTokenId = None,
+    prompts: Prompts = None,
+    tasks: Tasks = None,
+    block_length: BlockLength = None,
+    layers: Layers = None,
+    start: Start = None,
     steps: Annotated[int | None, typer.Option(help="Fine-tuning steps.")] = None,
-    pretrain_steps: Annotated[int | None, typer.Option(help="Pre-training steps.")] = None,
+    pretrain_steps: PretrainSteps = None,
     learning_rate: Annotated[float | None, typer.Option(help="Fine-tuning learning rate.")] = None,
     training_prompts: Annotated[int | None, typer.Option(help="Number of training prompts.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Copy the finished drafter to this new folder.")] = None,
+    pretraining_prompts: PretrainingPrompts = None,
+    output: Output = None,
 ) -> None:
     """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
     from dblast.demo import check_target_name
@@ -74,38 +97,32 @@ def train(
     if model is not None:
         check_target_name(model)
 
+    from dblast.plan_options import customise
     from dblast.profiles import Variant, get_profile
 
-    plan = get_profile(profile).plan(target)
     variant = Variant(categories, loss, construction)
-    data, shape, fine, pre = plan.data, plan.drafter, plan.finetune, plan.pretrain
-    if model is not None:
-        if plan.tiny is not None:
-            raise DBlastError("--model needs a plan for loaded targets; add --target smollm2")
-        plan = replace(plan, target=model, label=Path(model).name)
-    if prompts is not None:
-        data = replace(data, prompts=prompts)
-    if tasks is not None:
-        data = replace(data, tasks=tuple(name.strip() for name in tasks.split(",")))
-    if training_prompts is not None:
-        data = replace(data, training_prompts=training_prompts)
-    if block_length is not None:
-        shape = replace(shape, block_length=block_length)
-    if mask_token_id is not None:
-        shape = replace(shape, mask_token_id=mask_token_id)
-    if steps is not None:
-        fine = replace(fine, steps=steps)
-    if learning_rate is not None:
-        fine = replace(fine, learning_rate=learning_rate)
-    if pretrain_steps is not None:
-        pre = replace(pre, steps=pretrain_steps)
-    plan = replace(plan, data=data, drafter=shape, finetune=fine, pretrain=pre, variants=(variant,), seeds=(seed,))
+    plan = customise(
+        get_profile(profile).plan(target),
+        model=model,
+        mask_token_id=mask_token_id,
+        start=start,
+        layers=layers,
+        block_length=block_length,
+        prompts=prompts,
+        tasks=tasks,
+        training_prompts=training_prompts,
+        pretraining_prompts=pretraining_prompts,
+        pretrain_steps=pretrain_steps,
+        steps=steps,
+        learning_rate=learning_rate,
+    )
+    plan = replace(plan, variants=(variant,), seeds=(seed,))
     plan.check()
 
     from dblast.experiments import check_target, prepare_pretrained, prepare_trajectories, prepare_variant
 
     check_target(plan)
-    for setting in data.settings:
+    for setting in plan.data.settings:
         prepare_trajectories(plan, setting)
     prepare_pretrained(plan)
     folder = prepare_variant(plan, variant, seed)
@@ -115,6 +132,58 @@ def train(
         typer.echo(f"drafter copied to {output}")
     else:
         typer.echo(f"drafter in {folder}")
+
+
+@app.command()
+def pretrain(
+    profile: ProfileOption = "cpu",
+    target: Target = "smollm2",
+    model: Model = None,
+    mask_token_id: MaskTokenId = None,
+    prompts: Prompts = None,
+    tasks: Tasks = None,
+    block_length: BlockLength = None,
+    layers: Layers = None,
+    start: Start = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    training_prompts: Annotated[int | None, typer.Option(help="Number of training prompts.")] = None,
+    output: Output = None,
+) -> None:
+    """Pre-train a DFlash drafter from the target's own layers; `train --start FOLDER` goes on from it. It resumes."""
+    from dblast.demo import check_target_name
+
+    if output is not None and output.exists():
+        raise DBlastError(f"{output} exists already; give --output a new folder")
+    if model is not None:
+        check_target_name(model)
+
+    from dblast.plan_options import customise
+    from dblast.profiles import get_profile
+
+    plan = customise(
+        get_profile(profile).plan(target),
+        model=model,
+        mask_token_id=mask_token_id,
+        start=start,
+        layers=layers,
+        block_length=block_length,
+        prompts=prompts,
+        tasks=tasks,
+        pretraining_prompts=training_prompts,
+        training_prompts=training_prompts,
+        pretrain_steps=steps,
+    )
+    plan.check()
+
+    from dblast.pretraining import pretrain as run
+
+    folder, scores = run(plan, output)
+    for row in scores.itertuples():
+        typer.secho(
+            f"{row.setting:8s} accepted length {row.accepted_length:.3f} ± {row.standard_error:.3f}, n = {row.n} prompts",
+            fg=typer.colors.GREEN,
+        )
+    typer.echo(f"drafter in {folder}")
 
 
 def _show_scores(plan: Plan) -> None:

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dblast import synthetic
+from dblast.checkpoints import MANIFEST, RECORD, shipped_drafter
 from dblast.config import DBlastConfig, default_taps
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
@@ -29,7 +30,7 @@ from dblast.progress import progress, quiet_loading, silence_worker
 from dblast.sampling import get_setting
 from dblast.scoring import score
 from dblast.stages import Stage
-from dblast.targets import Target, load_target, wrap_target
+from dblast.targets import Target, load_target, sha256_file, wrap_target
 from dblast.tiny import train_tiny_target
 from dblast.training import train
 from dblast.trajectories import Trajectory, TrajectorySet, sample_trajectories
@@ -155,6 +156,9 @@ def prepare_trajectories(plan: Plan, split: str, target: Target | None = None, f
 def pretrain_stage(plan: Plan) -> Stage:
     """The DFlash drafter all variants start from."""
     plan = _pretraining(plan)
+    if plan.drafter.start == "shipped":
+        checkpoint = sha256_file(shipped_drafter(plan.target) / MANIFEST)
+        return Stage("pretrained", {"checkpoint": checkpoint, "drafter": asdict(plan.drafter)}, _DRAFTER_CODE)
     spec = {
         "trajectories": trajectory_stage(plan, "training").key,
         "curve": trajectory_stage(plan, plan.data.training_setting).key,
@@ -225,10 +229,14 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
 
     def compute(folder: Path) -> None:
         target = open_target(plan)
+        if plan.drafter.start == "shipped":
+            record = json.loads((shipped_drafter(plan.target) / RECORD).read_text(encoding="utf-8"))
+            _finish(start_drafter(plan.drafter, target, [], taps(plan, target)), record["history"], folder)
+            return
         stored = prepare_trajectories(plan, "training", target)
         drafter = start_drafter(plan.drafter, target, stored, taps(plan, target))
         history: list[dict] = []
-        if plan.drafter.start in ("random", "target"):
+        if plan.drafter.pretrained_here:
             history = train(
                 drafter,
                 _held(stored),
@@ -239,7 +247,8 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
             )
         _finish(drafter, history, folder)
 
-    prepare_trajectories(plan, plan.data.training_setting)
+    if plan.drafter.start != "shipped":
+        prepare_trajectories(plan, plan.data.training_setting)
     return pretrain_stage(plan).run(compute, fresh)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import SafetensorError
 
+from dblast.checkpoints import shipped_drafter
 from dblast.config import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
@@ -141,9 +142,14 @@ def start_drafter(
     Raises:
         DBlastError: a published checkpoint taps other layers, or nothing fits the target.
     """
-    if shape.start not in ("random", "target"):
+    if not shape.pretrained_here:
         # Published checkpoints are bfloat16; training wants float32 master weights.
-        drafter = load_dflash(shape.start).float()
+        drafter = load_dflash(shipped_drafter(target.name) if shape.start == "shipped" else shape.start).float()
+        if drafter.config.block_length != shape.block_length:
+            raise DBlastError(
+                f"the {shape.start} drafter drafts blocks of {drafter.config.block_length} tokens, the plan wants "
+                f"{shape.block_length}; start from 'target' to pre-train one for other blocks"
+            )
         if drafter.config.target_layer_ids != taps:
             raise DBlastError(
                 f"{shape.start} taps target layers {drafter.config.target_layer_ids}, the plan {taps}; "

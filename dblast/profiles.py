@@ -96,7 +96,8 @@ class DrafterConfig:
         layers, taps: draft layers, tapped target layers (None: the default spread).
         block_length: b.
         draft_vocabulary: number of tokens the drafter may propose (0 = all).
-        start: "random", "target" (copy target layers) or the path or id of a public DFlash checkpoint.
+        start: "random", "target" (copy target layers), "shipped" (the trained drafter in ``data/checkpoints``)
+            or the path or id of a public DFlash checkpoint. The first two are pre-trained.
         start_layers: target layers to copy (None: the last ones).
         mask_token_id: token of the draft slots (None: the one known for the target).
     """
@@ -109,6 +110,11 @@ class DrafterConfig:
     start_layers: tuple[int, ...] | None = None
     mask_token_id: int | None = None
     seed: int = 0
+
+    @property
+    def pretrained_here(self) -> bool:
+        """Whether the start is untrained weights, to be pre-trained by this project."""
+        return self.start in ("random", "target")
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,8 @@ class Plan:
         variants: fine-tuned from the pre-trained drafter, each with every seed.
         seeds: training seeds (category heads and data order).
         parallel: variants trained side by side on a CPU, one thread each.
-        pretrain_data: what the shared drafter is pre-trained on, if not ``data``.
+        pretrain: how the drafter that all variants start from is trained; of a shipped one, how it was.
+        pretrain_data: what it is trained on, if not ``data``.
         diagnosis: sizes of notebook 01's measurements.
     """
 
@@ -215,7 +222,7 @@ class Plan:
         return replace(
             self,
             data=data,
-            pretrain_data=self.data,
+            pretrain_data=self.pretrain_data or self.data,
             variants=FIGURE1,
             category_temperatures=(d.category_temperature,),
         )
@@ -258,22 +265,28 @@ TINY = Plan(
     diagnosis=DiagnosisConfig(task="story"),
 )
 
+_SMOLLM2_DATA = DataConfig(
+    training_prompts=768, training_tokens=64, evaluation_per_task=24, evaluation_tokens=64, batch_size=128
+)
+
 SMOLLM2 = Plan(
     target="smollm2",
     label="smollm2",
-    data=DataConfig(training_prompts=768, training_tokens=64, evaluation_per_task=24, evaluation_tokens=64),
-    drafter=DrafterConfig(layers=2, taps=(1, 14, 27), draft_vocabulary=8192),
+    data=_SMOLLM2_DATA,
+    drafter=DrafterConfig(layers=3, taps=(1, 8, 14, 21, 27), draft_vocabulary=8192, start="shipped"),
+    # What made the shipped drafter, and what `python -m dblast pretrain --target smollm2` runs.
     pretrain=TrainingConfig(
-        loss="CE",
+        loss="KD",
         optimizer="muon",
-        steps=250,
+        steps=2000,
         learning_rate=1e-3,
         matrix_learning_rate=0.01,
-        sequences=8,
+        sequences=16,
         anchors=32,
         precision="bfloat16",
-        evaluate_every=50,
+        evaluate_every=100,
     ),
+    pretrain_data=replace(_SMOLLM2_DATA, training_prompts=4096, training_tokens=128),
     finetune=TrainingConfig(
         steps=60, learning_rate=3e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=20
     ),
@@ -346,7 +359,6 @@ PROFILES: dict[str, Profile] = {
                     settings=("high", "low"),
                     calibration_fraction=0.25,
                 ),
-                pretrain=replace(SMOLLM2.pretrain, steps=10, sequences=4, anchors=16, evaluate_every=10),
                 finetune=replace(SMOLLM2.finetune, steps=5, anchors=16, evaluate_every=5),
                 diagnosis=replace(
                     SMOLLM2.diagnosis,

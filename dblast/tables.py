@@ -237,14 +237,20 @@ def table1(parameters: pd.DataFrame) -> Table:
 def configuration_rows(plan: Plan) -> dict[str, str]:
     """One plan in the words of the paper's Table 8."""
     data, fine, shape = plan.data, plan.finetune, plan.drafter
-    start = {"random": "random weights", "target": "the target's last layers"}.get(shape.start, shape.start)
-    pre = plan.pretrain
-    trained = shape.start in ("random", "target")
+    start = {"random": "random weights", "target": "the target's last layers", "shipped": "the target's last layers"}
+    pre, pre_data = plan.pretrain, plan.pretrain_data or plan.data
+    objective = {"CE": "decayed cross-entropy", "KD": "distillation"}.get(pre.loss, pre.loss)
+    blocks = pre.steps * pre.sequences * pre.anchors
+    trained = shape.pretrained_here or shape.start == "shipped"
     stored = f"{data.training_prompts} target-sampled responses of up to {data.training_tokens} tokens"
     return {
         "targets": plan.target,
-        "drafter initialisation": f"{shape.layers} layers from {start}"
-        + (f", then {pre.steps} steps of decayed cross-entropy" if trained else ""),
+        "drafter initialisation": f"{shape.layers} layers from {start.get(shape.start, shape.start)}"
+        + (
+            f", then {pre.steps} steps of {objective} ({blocks:,} blocks of {pre_data.training_prompts} responses)"
+            if trained
+            else ""
+        ),
         "training prompts": {"synthetic": "beginnings of synthetic texts", "hub": "Tulu 3 SFT mixture"}.get(
             data.prompts, "seeded generator"
         ),
