@@ -285,7 +285,7 @@ class TrajectorySet:
             shards = [load_from_disk(self.folder / f"shard-{i:05d}") for i in range(record["shards"])]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtefactError(f"trajectories in {folder} are missing or damaged ({error}); delete it and rerun") from None
-        self._data = concatenate_datasets(shards).with_format("numpy")
+        self._data = concatenate_datasets(shards).with_format("arrow")
         if len(self._data) != record["rows"]:
             raise ArtefactError(f"trajectories in {folder}: {len(self._data)} rows, expected {record['rows']}; delete it")
 
@@ -294,20 +294,25 @@ class TrajectorySet:
 
     def __getitem__(self, index: int) -> Trajectory:
         row = self._data[int(index)]
-        features = torch.from_numpy(np.array(row["features"], dtype=np.int16)).view(torch.bfloat16)
+
+        def one(name: str):
+            return row.column(name)[0].as_py()
+
+        def tensor(name: str, dtype: type) -> Tensor:
+            # Arrow's own buffer, copied once: a list of Python numbers would take a hundred times longer.
+            values = row.column(name).combine_chunks().flatten().to_numpy(zero_copy_only=False)
+            return torch.from_numpy(np.array(values, dtype=dtype))
+
+        width, support_width = int(one("feature_width")), int(one("support_width"))
         return Trajectory(
-            prompt_id=str(row["prompt_id"]),
-            task=str(row["task"]),
-            prompt_ids=torch.from_numpy(np.array(row["prompt_ids"], dtype=np.int64)),
-            response_ids=torch.from_numpy(np.array(row["response_ids"], dtype=np.int64)),
-            **{
-                name: torch.from_numpy(np.array(row[name], dtype=np.float32)) for name in ("log_p", "entropy", "p_max")
-            },
-            support=torch.from_numpy(np.array(row["support"], dtype=np.int64)).view(-1, int(row["support_width"])),
-            support_log_p=torch.from_numpy(np.array(row["support_log_p"], dtype=np.float32)).view(
-                -1, int(row["support_width"])
-            ),
-            features=features.view(-1, int(row["feature_width"])),
+            prompt_id=one("prompt_id"),
+            task=one("task"),
+            prompt_ids=tensor("prompt_ids", np.int64),
+            response_ids=tensor("response_ids", np.int64),
+            **{name: tensor(name, np.float32) for name in ("log_p", "entropy", "p_max")},
+            support=tensor("support", np.int64).view(-1, support_width),
+            support_log_p=tensor("support_log_p", np.float32).view(-1, support_width),
+            features=tensor("features", np.int16).view(torch.bfloat16).view(-1, width),
         )
 
     def __iter__(self) -> Iterator[Trajectory]:
