@@ -209,7 +209,9 @@ class Trainer:
     def record(self, evaluate: Callable[[DBlastDrafter], dict] | None) -> None:
         """Add a point to the history."""
         mean = sum(self.recent) / len(self.recent) if self.recent else float("nan")
-        self.history.append({"step": self.step, "loss": mean, **(evaluate(self.drafter) if evaluate else {})})
+        # Plain numbers: NumPy's would be stored as objects, which loading a checkpoint refuses.
+        measured = {name: float(value) for name, value in (evaluate(self.drafter) if evaluate else {}).items()}
+        self.history.append({"step": self.step, "loss": mean, **measured})
         self.recent = []
 
 
