@@ -65,7 +65,8 @@ def test_tiny_target_is_close_to_its_language():
     assert last.entropy - 0.02 < last.held_out_loss < last.entropy + 0.15
 
 
-@pytest.mark.parametrize("plan", PROFILE.plans, ids=lambda plan: plan.label)
+# A shipped drafter's curve was measured on other texts.
+@pytest.mark.parametrize("plan", [p for p in PROFILE.plans if p.drafter.pretrained_here], ids=lambda plan: plan.label)
 def test_fresh_category_heads_barely_disturb_the_pretrained_drafter(plan):
     history = open_table(PROFILE, plan.label, "training")
     end = history[history.stage == "pretrain"].accepted_per_anchor.iloc[-1]
