@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dblast import synthetic
+from dblast.branch_health import drafter_health
 from dblast.checkpoints import MANIFEST, RECORD, shipped_drafter
 from dblast.config import DBlastConfig, default_taps
 from dblast.drafter import DBlastDrafter
@@ -45,6 +46,8 @@ _SCORING_CODE = ("scoring", "replay", "verifier")
 
 #: Trajectories of the calibration split that training curves are measured on.
 CURVE_TRAJECTORIES = 12
+#: As many of them show whether the branches are alive.
+HEALTH_TRAJECTORIES = 4
 
 
 # -- target -----------------------------------------------------------------------------------
@@ -210,7 +213,8 @@ def check_target(plan: Plan) -> None:
 
 
 def _curve(plan: Plan):
-    """What training curves show: mean expected accepted length per anchor, calibration prompts, Z_T = 1."""
+    """What training curves show on calibration prompts: mean expected accepted length per anchor at Z_T = 1, and
+    whether the branches are alive (:mod:`dblast.branch_health`)."""
     chosen = calibration_ids(plan)
     rows = prepare_trajectories(plan, plan.data.training_setting)
     rows = [t for t in rows if t.prompt_id in chosen][:CURVE_TRAJECTORIES]
@@ -218,7 +222,10 @@ def _curve(plan: Plan):
 
     def evaluate(drafter: DBlastDrafter) -> dict:
         table = score(drafter, rows, (1.0,), precision=precision, description=None)
-        return {"accepted_per_anchor": table.anchor_accepted.sum() / max(1, table.anchors.sum())}
+        point = {"accepted_per_anchor": table.anchor_accepted.sum() / max(1, table.anchors.sum())}
+        if drafter.config.num_categories > 1:
+            point |= drafter_health(drafter, rows[:HEALTH_TRAJECTORIES], precision)
+        return point
 
     return evaluate
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from IPython import get_ipython
@@ -118,12 +119,39 @@ def training_figure(history: pd.DataFrame, target: str) -> Figure:
         mean = part.groupby("anchors")[["training_loss", "accepted_per_anchor"]].mean().reset_index()
         for axes, column in ((panels[0, 1], "training_loss"), (panels[1, 1], "accepted_per_anchor")):
             axes.plot(mean.anchors / 1000, mean[column], color=colour, marker="o", ms=3, label=f"K = {k}, {loss}")
-    panels[0, 0].set(title="pre-training (decayed cross-entropy)", ylabel="loss (nats per token)")
+    objective = {"CE": "decayed cross-entropy", "KD": "distillation"}.get(pre.loss.iloc[0], pre.loss.iloc[0])
+    panels[0, 0].set(title=f"pre-training ({objective})", ylabel="loss (nats per token)")
     panels[0, 1].set(title="fine-tuning (mean over seeds)", ylabel="loss (nats per block)")
     panels[1, 0].set(xlabel="anchors seen (thousands)", ylabel="accepted length\nper anchor (tokens)")
     panels[1, 1].set(xlabel="anchors seen (thousands)")
     panels[1, 1].legend()
     figure.suptitle(f"target: {target}", fontsize=9)
+    return figure
+
+
+def branch_health_figure(history: pd.DataFrame, target: str, k: int = 4) -> Figure:
+    """Are all K branches alive? Effective number, distinct first tokens and share of each winner over fine-tuning."""
+    rows = history[(history.target == target) & (history.stage == "finetune") & (history.K == k)]
+    rows = rows[rows.construction == "all_prefixes"]
+    figure, panels = plt.subplots(1, 3, figsize=(6.8, 2.5), layout="constrained")
+    losses = [loss for loss in LOSS_COLOURS if loss in set(rows.loss)]
+    shares = [f"wins_{z + 1}" for z in range(k)]
+    for loss in losses:
+        mean = rows[rows.loss == loss].groupby("anchors").mean(numeric_only=True)
+        for axes, column in zip(panels, ("effective_branches", "first_tokens"), strict=False):
+            axes.plot(mean.index / 1000, mean[column], color=LOSS_COLOURS[loss], marker="o", ms=3, label=loss)
+    for axes, title in zip(panels, ("effective branches", "distinct first tokens"), strict=False):
+        axes.set(title=title, xlabel="anchors seen (thousands)", ylim=(0.9, k + 0.1))
+    # Branches have no names across seeds: compared by rank.
+    for i, loss in enumerate(losses):
+        last = rows[(rows.loss == loss) & (rows.step == rows.step.max())]
+        heights = np.sort(last[shares].to_numpy(), axis=1)[:, ::-1].mean(0)
+        places = [z + 0.4 * (i - (len(losses) - 1) / 2) for z in range(k)]
+        panels[2].bar(places, 100 * heights, 0.38, color=LOSS_COLOURS[loss], label=loss)
+    panels[2].set(title="wins by rank", xlabel="branch (most often first)", ylabel="% of blocks")
+    panels[2].set_xticks(range(k), [str(z + 1) for z in range(k)])
+    panels[0].legend()
+    figure.suptitle(f"target: {target}, K = {k}", fontsize=9)
     return figure
 
 

@@ -51,7 +51,7 @@ def test_every_result_table_was_made_with_provenance():
 def test_figures_and_tables_are_there_and_not_empty():
     folder = FIGURES / "smoke"
     names = ["mismatch", "determinism", "oracle", "figure1", "rejections_tiny", "rejections_smollm2"]
-    names += ["gains", "figure3", "figure2_tiny", "figure2_smollm2", "training_tiny"]
+    names += ["gains", "figure3", "figure2_tiny", "figure2_smollm2", "training_tiny", "branch_health_tiny"]
     for name in names:
         for suffix in ("pdf", "png", "csv", "txt"):
             assert (folder / f"{name}.{suffix}").stat().st_size > 20
