@@ -19,6 +19,7 @@ from dblast.backbone import DraftLayer, packed_mask, rotary, rotate
 from dblast.config import DBlastConfig, default_taps
 from dblast.drafter import DBlastDrafter, log_category_prior
 from dblast.errors import DBlastError
+from dblast.paper_shapes import parameters_at_paper_scale
 from tests.checks import one_line
 
 VOCABULARY_SIZE = 40
@@ -223,6 +224,9 @@ def test_added_parameters_at_the_papers_scale(hidden, intermediate, millions):
         drafter = DBlastDrafter(config)
     assert round(drafter.category_parameters() / 1e6, 1) == millions
     assert config.target_layer_ids == [1, 9, 17, 25, 33] and config.block_size == 16
+    row = parameters_at_paper_scale().set_index("hidden_size").loc[hidden]
+    assert row.added_parameters == drafter.category_parameters()
+    assert row.drafter_parameters == drafter.num_parameters() - drafter.category_parameters()
 
 
 # -- initial values ------------------------------------------------------------------------------
