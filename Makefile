@@ -38,7 +38,7 @@ test: fetch
 lab: fetch
 	$(BIN)/jupyter lab notebooks
 
-notebooks: $(READY)
+notebooks: fetch
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
 
 benchmark: fetch

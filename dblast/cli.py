@@ -210,7 +210,7 @@ def _show_scores(plan: Plan) -> None:
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Option(help="What to answer.")],
-    drafter: Annotated[Path | None, typer.Option(help="Folder of a trained drafter (default: K = 4 AL of cpu).")] = None,
+    drafter: Annotated[Path | None, typer.Option(help="Folder of a trained drafter (default: K = 4 AL of cpu, else the shipped one).")] = None,
     target: Annotated[str, typer.Option(help="The drafter's target: smollm2, a folder or a Hugging Face id.")] = "smollm2",
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 20,

@@ -259,7 +259,7 @@ TINY = Plan(
     pretrain=TrainingConfig(
         loss="CE", optimizer="muon", steps=1200, learning_rate=2e-3, sequences=16, anchors=16, evaluate_every=200
     ),
-    finetune=TrainingConfig(steps=300, learning_rate=2e-3, sequences=8, anchors=16, evaluate_every=50),
+    finetune=TrainingConfig(steps=250, learning_rate=2e-3, sequences=8, anchors=16, evaluate_every=50),
     variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION,
     seeds=(0, 1, 2),
     diagnosis=DiagnosisConfig(task="story"),

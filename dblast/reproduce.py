@@ -20,8 +20,8 @@ from dblast.targets import fetch_smollm2
 
 
 def notebook_paths(only: str | None = None) -> list[Path]:
-    """The numbered notebooks in order, or those whose name starts with ``only``."""
-    paths = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+    """The numbered notebooks in order, or those whose name starts with ``only``; 00, a tour, makes nothing."""
+    paths = sorted(NOTEBOOKS.glob("0[1-9]_*.ipynb"))
     chosen = [path for path in paths if path.name.startswith(only or "")]
     if not chosen:
         raise DBlastError(f"no notebook starts with {only!r}; there are {', '.join(p.stem for p in paths)}")

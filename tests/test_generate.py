@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 
 import dblast
 from dblast import generate as generate_module
+from dblast.checkpoints import shipped_drafter
 from dblast.cli import app
 from dblast.decoding_cache import BlockDecoder
+from dblast.demo import default_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.generate import Generated, Step, custom_generate, generate, target_support
+from dblast.initialise import add_categories
 from dblast.proposals import Proposal, soft_proposal
 from dblast.replay import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
@@ -615,9 +618,20 @@ def test_command_line_decodes_and_shows(llama, make_drafter, tmp_path):
     assert isinstance(done.exception, DBlastError) and "holds no drafter" in str(done.exception)
 
 
-def test_command_line_says_how_to_train_the_default_drafter():
-    done = CliRunner().invoke(app, ["generate", "--prompt", "Hello"])
-    assert isinstance(done.exception, DBlastError) and "python -m dblast train --target smollm2" in str(done.exception)
+def test_without_a_trained_drafter_the_shipped_one_decodes(monkeypatch, tmp_path):
+    monkeypatch.setenv("DBLAST_CACHE", str(tmp_path))
+    assert default_drafter() == shipped_drafter("smollm2")
+
+
+def test_a_plain_dflash_drafter_decodes_as_one_branch(llama, make_drafter):
+    plain = make_drafter(llama, num_categories=0)
+    heads = add_categories(plain, 1, seed=0)
+    torch.nn.init.zeros_(heads.expander.weight)
+    by_plain, by_heads = (
+        generate(llama, drafter, PROMPTS, SETTINGS, max_new_tokens=12, generator=generator(3)) for drafter in (plain, heads)
+    )
+    assert [t.tolist() for t in by_plain.tokens] == [t.tolist() for t in by_heads.tokens]
+    assert by_plain.accepted_length == by_heads.accepted_length
 
 
 def test_target_without_eos_ids_and_a_bare_model(llama, make_drafter):
