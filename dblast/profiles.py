@@ -288,7 +288,7 @@ SMOLLM2 = Plan(
     ),
     pretrain_data=replace(_SMOLLM2_DATA, training_prompts=4096, training_tokens=128),
     finetune=TrainingConfig(
-        steps=60, learning_rate=3e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=20
+        steps=100, learning_rate=3e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=20
     ),
     precision="bfloat16",
     diagnosis=DiagnosisConfig(oracle_prefixes=48, oracle_continuations=64, training_prompts=256, points=240),
