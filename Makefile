@@ -5,13 +5,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup fetch reproduce test lab notebooks benchmark clean
+.PHONY: help setup fetch reproduce test lab notebooks benchmark check-results clean
 
 help:
 	@echo "make reproduce [PROFILE=cpu|smoke]  run all notebooks, regenerate every figure and table"
 	@echo "make test                           pytest, nbval over the notebooks, smoke reproduction"
 	@echo "make lab                            JupyterLab on the notebooks"
 	@echo "make benchmark                      time of a speculative step against a bare target pass"
+	@echo "make check-results [FRESH=1]        rerun a profile beside its kept results, say what moved beyond errors"
 	@echo "make notebooks                      refresh the committed outputs from the kept results"
 
 # The environment is rebuilt when its definition changes.
@@ -40,6 +41,9 @@ lab: fetch
 
 notebooks: fetch
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
+
+check-results: fetch
+	$(BIN)/python -m dblast check-results --profile $(PROFILE) $(if $(FRESH),--fresh)
 
 benchmark: fetch
 	$(BIN)/python benchmarks/step_latency.py

@@ -260,6 +260,22 @@ def reproduce(
     run(profile, only=only, fresh=fresh, parameters=parameter or [])
 
 
+@app.command("check-results")
+def check_results(
+    profile: ProfileOption = "cpu",
+    fresh: Annotated[bool, typer.Option(help="Start from an empty cache folder; keep only the fetched target.")] = False,
+    compare_only: Annotated[bool, typer.Option(help="Compare with the tables of the last rerun.")] = False,
+) -> None:
+    """Rerun a profile beside its kept results and say which numbers moved beyond their errors (exit status 1 if any)."""
+    from dblast.profiles import get_profile
+
+    get_profile(profile)
+
+    from dblast.check_results import check_results as run
+
+    raise typer.Exit(run(profile, fresh=fresh, compare_only=compare_only))
+
+
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit status 2."""
     try:
