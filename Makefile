@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help setup fetch reproduce test lab notebooks benchmark check-results clean
+.PHONY: help setup fetch reproduce test lab notebooks benchmark check-results report clean
 
 help:
 	@echo "make reproduce [PROFILE=cpu|smoke]  run all notebooks, regenerate every figure and table"
@@ -13,6 +13,7 @@ help:
 	@echo "make lab                            JupyterLab on the notebooks"
 	@echo "make benchmark                      time of a speculative step against a bare target pass"
 	@echo "make check-results [FRESH=1]        rerun a profile beside its kept results, say what moved beyond errors"
+	@echo "make report [PROFILE=cpu|smoke]     one HTML page of a run: claims, figures, tables, notebooks"
 	@echo "make notebooks                      refresh the committed outputs from the kept results"
 
 # The environment is rebuilt when its definition changes.
@@ -41,6 +42,9 @@ lab: fetch
 
 notebooks: fetch
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
+
+report: $(READY)
+	$(BIN)/python -m dblast report --profile $(PROFILE)
 
 check-results: fetch
 	$(BIN)/python -m dblast check-results --profile $(PROFILE) $(if $(FRESH),--fresh)

@@ -1,4 +1,5 @@
-"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce``.
+"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce | report |
+check-results``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """
@@ -258,6 +259,22 @@ def reproduce(
     from dblast.reproduce import reproduce as run
 
     run(profile, only=only, fresh=fresh, parameters=parameter or [])
+
+
+@app.command()
+def report(
+    profile: ProfileOption = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Where to write it (default: figures/<profile>/report.html).")] = None,
+) -> None:
+    """Put claims, figures, tables, provenance and executed notebooks of a run on one HTML page."""
+    from dblast.profiles import get_profile
+
+    get_profile(profile)
+
+    from dblast.report import build_report
+
+    path = build_report(profile, output)
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
 
 
 @app.command("check-results")
