@@ -373,7 +373,7 @@ PROFILES: dict[str, Profile] = {
         ),
         minutes=5.5,
     ),
-    "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=60),
+    "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=46),
     "qwen3-4b": Profile("qwen3-4b", (_qwen3("4B"),)),
     "qwen3-8b": Profile("qwen3-8b", (_qwen3("8B"),)),
 }
