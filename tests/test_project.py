@@ -15,6 +15,7 @@ from packaging.utils import canonicalize_name
 
 from dblast.paths import FIGURES, NOTEBOOKS, ROOT
 from dblast.profiles import PROFILES
+from dblast.reproduce import notebook_paths
 from dblast.results import TABLES, plan_digest, read_provenance, results_folder
 from dblast.targets import sha256_file
 
