@@ -12,7 +12,6 @@ Nothing here writes to ``data/results`` or ``figures``: the new tables go to ``r
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from dblast.determinism import determinism_bins
 from dblast.diagnosis_tables import oracle_summary
 from dblast.errors import ArtefactError, DBlastError
 from dblast.estimates import accepted_length_rows, held_out_at_chosen
-from dblast.paths import RUNS, cache_folder
+from dblast.paths import RUNS, use_empty_cache
 from dblast.profiles import Plan, Profile, get_profile
 from dblast.rejections import CAUSES, summarise_rejections
 from dblast.replay import ratio_with_influence, standard_error
@@ -354,16 +353,6 @@ def rerun(profile: Profile, folder: Path) -> None:
     (folder / "provenance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _use_empty_cache(folder: Path) -> None:
-    """An empty cache for this process and its workers; fetched targets are shared with the usual one."""
-    targets = cache_folder() / "targets"
-    targets.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    (folder / "targets").symlink_to(targets.resolve(), target_is_directory=True)
-    os.environ["DBLAST_CACHE"] = str(folder)
-
-
 def check_results(profile_name: str, *, fresh: bool = False, compare_only: bool = False) -> int:
     """Rerun a profile beside its kept results, print what moved and write ``runs/check-<profile>/cells.csv``.
 
@@ -390,7 +379,7 @@ def check_results(profile_name: str, *, fresh: bool = False, compare_only: bool 
         if "smollm2" in {plan.target for plan in profile.plans}:
             fetch_smollm2()
         if fresh:
-            _use_empty_cache(folder / "cache")
+            use_empty_cache(folder / "cache")
         typer.secho(f"Rerunning profile {profile.name} into {folder}.", bold=True)
         rerun(profile, folder / "results")
     report = check(results_folder(profile.name), folder / "results", profile)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
 from pathlib import Path
 
@@ -13,7 +11,7 @@ import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from dblast.errors import DBlastError
-from dblast.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS, cache_folder
+from dblast.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS, use_empty_cache
 from dblast.profiles import Profile, get_profile
 from dblast.progress import relay
 from dblast.targets import fetch_smollm2
@@ -47,17 +45,6 @@ def check_parameters(path: Path, parameters: dict) -> None:
         raise DBlastError(f"{path.name} has no parameter {unknown[0]!r}; it has {', '.join(sorted(known))}")
 
 
-def _fresh_cache(profile: Profile) -> Path:
-    """An empty cache for a from-scratch run; fetched targets are shared with the usual one."""
-    folder = RUNS / profile.name / "cache"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    targets = cache_folder() / "targets"
-    targets.mkdir(parents=True, exist_ok=True)
-    (folder / "targets").symlink_to(targets.resolve(), target_is_directory=True)
-    return folder
-
-
 def reproduce(
     profile_name: str, *, only: str | None = None, fresh: bool = False, parameters: list[str] | None = None
 ) -> None:
@@ -79,7 +66,7 @@ def reproduce(
     typer.secho(f"Reproducing profile {profile.name}: {len(paths)} notebooks, {expected}.", bold=True)
     typer.echo("Stages already in the cache are reused; a killed run goes on where it stopped.")
     if fresh:
-        os.environ["DBLAST_CACHE"] = str(_fresh_cache(profile))
+        use_empty_cache(RUNS / profile.name / "cache")
     run = RUNS / profile.name
     run.mkdir(parents=True, exist_ok=True)
     start = time.time()
