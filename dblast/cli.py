@@ -62,6 +62,16 @@ PretrainingPrompts = Annotated[int | None, typer.Option(help="Prompts of pre-tra
 Output = Annotated[Path | None, typer.Option(help="Copy the finished drafter to this new folder.")]
 
 
+def _check_names(model: str | None, output: Path | None) -> None:
+    """Refuse an output that exists and a model that cannot be, before anything heavy is imported."""
+    from dblast.demo import check_target_name
+
+    if output is not None and output.exists():
+        raise DBlastError(f"{output} exists already; give --output a new folder")
+    if model is not None:
+        check_target_name(model)
+
+
 @app.command()
 def train(
     profile: ProfileOption = "cpu",
@@ -91,12 +101,7 @@ def train(
     output: Output = None,
 ) -> None:
     """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
-    from dblast.demo import check_target_name
-
-    if output is not None and output.exists():
-        raise DBlastError(f"{output} exists already; give --output a new folder")
-    if model is not None:
-        check_target_name(model)
+    _check_names(model, output)
 
     from dblast.plan_options import customise
     from dblast.profiles import Variant, get_profile
@@ -151,12 +156,7 @@ def pretrain(
     output: Output = None,
 ) -> None:
     """Pre-train a DFlash drafter from the target's own layers; `train --start FOLDER` goes on from it. It resumes."""
-    from dblast.demo import check_target_name
-
-    if output is not None and output.exists():
-        raise DBlastError(f"{output} exists already; give --output a new folder")
-    if model is not None:
-        check_target_name(model)
+    _check_names(model, output)
 
     from dblast.plan_options import customise
     from dblast.profiles import get_profile

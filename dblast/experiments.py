@@ -158,7 +158,7 @@ def prepare_trajectories(plan: Plan, split: str, target: Target | None = None, f
 
 def pretrain_stage(plan: Plan) -> Stage:
     """The DFlash drafter all variants start from."""
-    plan = _pretraining(plan)
+    plan = on_pretraining_data(plan)
     if plan.drafter.start == "shipped":
         checkpoint = sha256_file(shipped_drafter(plan.target) / MANIFEST)
         return Stage("pretrained", {"checkpoint": checkpoint, "drafter": asdict(plan.drafter)}, _DRAFTER_CODE)
@@ -171,7 +171,7 @@ def pretrain_stage(plan: Plan) -> Stage:
     return Stage("pretrained", spec, _DRAFTER_CODE)
 
 
-def _pretraining(plan: Plan) -> Plan:
+def on_pretraining_data(plan: Plan) -> Plan:
     """The plan as pre-training sees it: variants may be fine-tuned on other data."""
     return replace(plan, data=plan.pretrain_data or plan.data, pretrain_data=None)
 
@@ -232,7 +232,7 @@ def _curve(plan: Plan):
 
 def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
     """Pre-train the DFlash drafter, without category heads: every variant adds its own, K = 1 included."""
-    plan = _pretraining(plan)
+    plan = on_pretraining_data(plan)
 
     def compute(folder: Path) -> None:
         target = open_target(plan)

@@ -60,15 +60,11 @@ def customise(
         plan = replace(plan, target=model, label=Path(model).name)
     if (model is not None or layers is not None) and plan.drafter.start == "shipped":
         start = start or "target"
-    shape = replace(
-        plan.drafter,
-        **({"taps": None} if model is not None or layers is not None else {}),
-        **(_shape_of(Path(start)) if start and Path(start).is_dir() else {}),
-    )
-    shape = replace(
-        shape,
-        **_given(start=start, layers=layers, block_length=block_length, mask_token_id=mask_token_id),
-    )
+    # What comes later counts.
+    changes: dict[str, Any] = {"taps": None} if model is not None or layers is not None else {}
+    if start and Path(start).is_dir():
+        changes |= _shape_of(Path(start))
+    changes |= _given(start=start, layers=layers, block_length=block_length, mask_token_id=mask_token_id)
     common = _given(prompts=prompts, tasks=tasks and tuple(name.strip() for name in tasks.split(",")))
     data = replace(plan.data, **common, **_given(training_prompts=training_prompts))
     pretrain_data = plan.pretrain_data and replace(
@@ -78,7 +74,7 @@ def customise(
         plan,
         data=data,
         pretrain_data=pretrain_data,
-        drafter=shape,
+        drafter=replace(plan.drafter, **changes),
         finetune=replace(plan.finetune, **_given(steps=steps, learning_rate=learning_rate)),
         pretrain=replace(plan.pretrain, **_given(steps=pretrain_steps)),
     )

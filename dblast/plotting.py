@@ -16,7 +16,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image
 
 from dblast.paths import FIGURES
-from dblast.tables import SETTINGS_ORDER, paper_gains, read_paper
+from dblast.tables import OBJECTIVE_NAMES, SETTINGS_ORDER, paper_gains, read_paper
 
 #: Okabe and Ito's colour-blind-safe palette; a method keeps its colour in every figure.
 METHOD_COLOURS = {"DFlash": "#555555", "DFlash+AL": "#0072B2", "DFlash+DS": "#E69F00", "DBlast": "#D55E00"}
@@ -119,7 +119,7 @@ def training_figure(history: pd.DataFrame, target: str) -> Figure:
         mean = part.groupby("anchors")[["training_loss", "accepted_per_anchor"]].mean().reset_index()
         for axes, column in ((panels[0, 1], "training_loss"), (panels[1, 1], "accepted_per_anchor")):
             axes.plot(mean.anchors / 1000, mean[column], color=colour, marker="o", ms=3, label=f"K = {k}, {loss}")
-    objective = {"CE": "decayed cross-entropy", "KD": "distillation"}.get(pre.loss.iloc[0], pre.loss.iloc[0])
+    objective = OBJECTIVE_NAMES.get(pre.loss.iloc[0], pre.loss.iloc[0])
     panels[0, 0].set(title=f"pre-training ({objective})", ylabel="loss (nats per token)")
     panels[0, 1].set(title="fine-tuning (mean over seeds)", ylabel="loss (nats per block)")
     panels[1, 0].set(xlabel="anchors seen (thousands)", ylabel="accepted length\nper anchor (tokens)")

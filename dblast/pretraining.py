@@ -16,6 +16,7 @@ from dblast.errors import DBlastError
 from dblast.estimates import accepted_length
 from dblast.experiments import (
     check_target,
+    on_pretraining_data,
     open_drafter,
     open_target,
     prepare_pretrained,
@@ -37,7 +38,7 @@ def pretraining_plan(plan: Plan) -> Plan:
         plan = replace(plan, drafter=replace(plan.drafter, start="target"))
     if not plan.drafter.pretrained_here:
         raise DBlastError(f"nothing to pre-train from {plan.drafter.start!r}; start from 'target' or 'random'")
-    return replace(plan, data=plan.pretrain_data or plan.data, pretrain_data=None)
+    return on_pretraining_data(plan)
 
 
 def score_pretrained(plan: Plan, drafter: DBlastDrafter) -> pd.DataFrame:
@@ -92,7 +93,7 @@ def pretrain(plan: Plan, output: Path | None = None) -> tuple[Path, pd.DataFrame
         "training": asdict(plan.pretrain),
         "data": asdict(plan.data),
         "training_tokens": sum(stored.response_lengths()),
-        "anchors": plan.pretrain.steps * plan.pretrain.sequences * plan.pretrain.anchors,
+        "anchors": plan.pretrain.steps * plan.pretrain.blocks_per_step,
         # Of its last run, if it was stopped in between.
         "minutes": round(pretrain_stage(plan).record()["seconds"] / 60, 1),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -234,7 +234,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Profile:
-    """A named set of plans; ``minutes`` is how long it took on two cores, added up over its stages (None: not measured)."""
+    """A named set of plans; ``minutes`` is how long a run took on two cores (None: not measured)."""
 
     name: str
     plans: tuple[Plan, ...]

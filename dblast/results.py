@@ -55,7 +55,7 @@ def collect_history(plan: Plan) -> pd.DataFrame:
         for point in json.loads((stage.folder / "history.json").read_text()):
             # "loss" names the objective; its value gets a column of its own.
             point["training_loss"] = point.pop("loss")
-            rows.append(names | point | {"anchors": point["step"] * config.sequences * config.anchors})
+            rows.append(names | point | {"anchors": point["step"] * config.blocks_per_step})
     table = pd.DataFrame(rows)
     table.insert(0, "target", plan.label)
     return table

@@ -24,6 +24,8 @@ from dblast.paper_shapes import parameters_at_paper_scale
 from dblast.paths import FIGURES, PAPER
 from dblast.profiles import Plan, Profile
 
+#: Pre-training objectives in words.
+OBJECTIVE_NAMES = {"CE": "decayed cross-entropy", "KD": "distillation"}
 METHODS = ("DFlash", "DFlash+AL", "DFlash+DS", "DBlast")
 SETTINGS_ORDER = ("high", "medium", "low")
 
@@ -242,8 +244,8 @@ def configuration_rows(plan: Plan) -> dict[str, str]:
     data, fine, shape = plan.data, plan.finetune, plan.drafter
     start = {"random": "random weights", "target": "the target's last layers", "shipped": "the target's last layers"}
     pre, pre_data = plan.pretrain, plan.pretrain_data or plan.data
-    objective = {"CE": "decayed cross-entropy", "KD": "distillation"}.get(pre.loss, pre.loss)
-    blocks = pre.steps * pre.sequences * pre.anchors
+    objective = OBJECTIVE_NAMES.get(pre.loss, pre.loss)
+    blocks = pre.steps * pre.blocks_per_step
     trained = shape.pretrained_here or shape.start == "shipped"
     stored = f"{data.training_prompts} target-sampled responses of up to {data.training_tokens} tokens"
     return {

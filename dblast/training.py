@@ -81,6 +81,11 @@ class TrainingConfig:
                 raise DBlastError(f"{name} must be positive, got {getattr(self, name)}")
 
     @property
+    def blocks_per_step(self) -> int:
+        """Draft blocks (anchors) of one step."""
+        return self.sequences * self.anchors
+
+    @property
     def distills(self) -> bool:
         """Whether the loss compares whole distributions, recorded in the trajectories, rather than the sampled tokens."""
         return self.loss in OBJECTIVES and self.loss not in REALISED
@@ -246,7 +251,7 @@ def train(
 
     if not trainer.history:
         trainer.record(evaluate)
-    blocks = config.sequences * config.anchors
+    blocks = config.blocks_per_step
     with progress(config.steps * blocks, description, unit="anchor", initial=trainer.step * blocks) as bar:
         while trainer.step < last:
             trainer.recent.append(trainer.advance())
