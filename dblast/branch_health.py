@@ -72,7 +72,7 @@ def drafter_health(
     for trajectory in trajectories:
         n = len(trajectory.response_ids)
         batch = pack_first(trajectory, n, drafter.config.block_length).to(device)
-        with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
+        with drafter.in_precision(precision):
             out = batch.run(drafter)
             branches.append(drafter.greedy_tokens(out.branch_hidden)[:n].cpu())
         priors.append(out.log_prior()[:n].cpu())

@@ -53,7 +53,7 @@ def draft_at(
     for group in passes:
         chosen = [trajectories[int(row[places[0]])] for places in group]
         batch = pack(chosen, [emitted[places] for places in group], drafter.config.block_length).to(device)
-        with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
+        with drafter.in_precision(precision):
             out = batch.run(drafter)
             tokens = drafter.greedy_tokens(out.branch_hidden).cpu()
         prior = log_category_prior(out.prior_logits, category_temperature).float().cpu()

@@ -153,6 +153,10 @@ class DBlastDrafter(PreTrainedModel):
         self.draft_token_ids.copy_(token_ids)
         self._borrowed.clear()  # rows of the head cut for another vocabulary must not be read again
 
+    def in_precision(self, precision: torch.dtype) -> torch.autocast:
+        """Context in which this drafter's products run in ``precision``; float32 leaves everything as it is."""
+        return torch.autocast(self.device.type, dtype=precision, enabled=precision != torch.float32)
+
     # -- the pass ------------------------------------------------------------------------------
 
     def context_cache(self, features: Tensor, positions: Tensor) -> ContextCache:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -212,7 +212,7 @@ def check_target(plan: Plan) -> None:
         )
 
 
-def _curve(plan: Plan):
+def training_curve(plan: Plan) -> Callable[[DBlastDrafter], dict]:
     """What training curves show on calibration prompts: mean expected accepted length per anchor at Z_T = 1, and
     whether the branches are alive (:mod:`dblast.branch_health`)."""
     chosen = calibration_ids(plan)
@@ -249,7 +249,7 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
                 _held(stored),
                 plan.pretrain,
                 folder / "run",
-                evaluate=_curve(plan),
+                evaluate=training_curve(plan),
                 description=f"{plan.label} pre-training",
             )
         _finish(drafter, history, folder)
@@ -299,7 +299,7 @@ def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None
             _held(prepare_trajectories(plan, "training")),
             plan.finetune_config(variant, seed),
             folder / "run",
-            evaluate=_curve(plan),
+            evaluate=training_curve(plan),
             description=name,
         )
         chosen = calibration_ids(plan)

@@ -31,7 +31,11 @@ def new_drafter(config: DBlastConfig, target: Target, seed: int) -> DBlastDrafte
 def tap_scales(trajectories: Iterable[Trajectory], taps: int, positions: int = 4096) -> torch.Tensor:
     """Median root-mean-square of every tapped layer over positions, (m,).
 
-    The median, because a sequence's first token is orders of magnitude larger.
+    The median, because a sequence's first token is orders of magnitude larger; of the positions that have
+    a size, because a padding token's embedding is zero, and so may be all of its states.
+
+    Raises:
+        DBlastError: a tap is zero everywhere, or infinite at most positions.
     """
     rows, seen = [], 0
     for trajectory in trajectories:
@@ -39,7 +43,11 @@ def tap_scales(trajectories: Iterable[Trajectory], taps: int, positions: int = 4
         seen += len(trajectory.features)
         if seen >= positions:
             break
-    return torch.cat(rows).median(dim=0).values
+    sizes = torch.cat(rows)
+    scales = sizes.masked_fill(sizes == 0, float("nan")).nanmedian(dim=0).values
+    if not torch.isfinite(scales).all():
+        raise DBlastError(f"tapped states have no usable size (medians {scales.tolist()}); choose other taps or check the target")
+    return scales
 
 
 def start_from_target(

@@ -138,7 +138,7 @@ def _split_sums(
         return 0, {name: torch.zeros(b, dtype=torch.float64) for name in QUANTITIES}
     device = drafter.device
     batch = pack_first(trajectory, anchors, b).to(device)
-    with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
+    with drafter.in_precision(precision):
         out = batch.run(drafter)
         prior = log_category_prior(out.prior_logits, category_temperature)
         branches, candidates = branches_and_candidates(drafter, out.branch_hidden, prior, k)

@@ -35,7 +35,7 @@ def trajectory_acceptance(
     n = len(trajectory.response_ids)
     device = drafter.device
     batch = pack_first(trajectory, n, drafter.config.block_length).to(device)
-    with torch.autocast(device.type, dtype=precision, enabled=precision != torch.float32):
+    with drafter.in_precision(precision):
         out = batch.run(drafter)
         if proposal == "greedy_branch":
             branches = drafter.greedy_tokens(out.branch_hidden)

@@ -101,8 +101,7 @@ def learning_rate_factor(step: int, config: TrainingConfig) -> float:
 
 def batch_loss(drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfig) -> torch.Tensor:
     """The configured objective on one packed batch, a scalar with gradient."""
-    autocast = torch.autocast(drafter.device.type, dtype=torch.bfloat16, enabled=config.precision == "bfloat16")
-    with autocast:
+    with drafter.in_precision(getattr(torch, config.precision)):
         out = batch.run(drafter)
         tokens = batch.tokens
         if config.distills:

@@ -7,15 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dblast import checkpoints
+from dblast.cli import app
 from dblast.checkpoints import MANIFEST, RECORD, SHIPPED, check_checkpoint, shipped_drafter, write_checkpoint
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
 from dblast.initialise import load_dflash, start_drafter
 from dblast.plan_options import customise
 from dblast.pretraining import pretraining_plan
-from dblast.profiles import SMOLLM2, TINY, DrafterConfig
+from dblast.profiles import PROFILES, SMOLLM2, TINY, DrafterConfig, Profile
+from tests.conftest import MASK_TOKEN_ID
 
 
 @pytest.fixture
@@ -144,3 +147,50 @@ def test_options_reach_both_kinds_of_training_data():
     assert (plan.data.training_prompts, plan.pretrain_data.training_prompts) == (5, 7)
     for data in (plan.data, plan.pretrain_data):
         assert data.prompts == "hub" and data.tasks == ("chat", "code")
+
+
+# -- from a model of one's own to a drafter ------------------------------------------------------
+
+
+def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(llama, tmp_path, monkeypatch):
+    monkeypatch.setenv("DBLAST_CACHE", str(tmp_path / "cache"))
+    llama.model.save_pretrained(tmp_path / "target")
+    llama.tokenizer.save_pretrained(tmp_path / "target")
+    prompts = tmp_path / "mine.jsonl"
+    lines = [{"task": task, "turns": [f"w{n} w7"]} for task in ("chat", "code") for n in range(10)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # The smoke profile's few, short responses; two layers and all of a small vocabulary.
+    small = replace(
+        SMOLLM2,
+        data=replace(SMOLLM2.data, training_tokens=12, evaluation_tokens=12),
+        pretrain_data=replace(SMOLLM2.pretrain_data, training_tokens=12, evaluation_tokens=12),
+        drafter=replace(SMOLLM2.drafter, draft_vocabulary=0, block_length=3),
+        pretrain=replace(SMOLLM2.pretrain, sequences=2, anchors=4, precision="float32", evaluate_every=2),
+        finetune=replace(SMOLLM2.finetune, sequences=2, anchors=4, precision="float32", evaluate_every=2),
+        precision="float32",
+    )
+    monkeypatch.setitem(PROFILES, "small", Profile("small", (small,)))
+    common = ["--profile", "small", "--target", "smollm2", "--model", str(tmp_path / "target")]
+    common += ["--mask-token-id", str(MASK_TOKEN_ID), "--prompts", str(prompts), "--tasks", "chat,code"]
+    made, tuned = tmp_path / "my-dflash", tmp_path / "my-drafter"
+
+    def run(*arguments: str) -> str:
+        done = CliRunner().invoke(app, [*arguments])
+        assert done.exit_code == 0, (done.output, done.exception)
+        return done.output
+
+    pretraining = ["--layers", "2", "--steps", "3", "--training-prompts", "8", "--output", str(made)]
+    text = run("pretrain", *common, *pretraining)
+    assert text.count("accepted length") == 3 and str(made) in text
+    record = json.loads((check_checkpoint(made) / RECORD).read_text())
+    assert (record["anchors"], record["training"]["loss"], len(record["held_out"])) == (24, "KD", 3)
+    assert record["history"][-1]["step"] == 3
+
+    fine = ["--start", str(made), "-K", "2", "--loss", "AL", "--steps", "2", "--training-prompts", "8"]
+    text = run("train", *common, *fine, "--output", str(tuned))
+    assert text.count("accepted length") == 3
+    drafter = DBlastDrafter.from_pretrained(tuned)
+    assert (drafter.config.num_categories, drafter.config.num_hidden_layers, drafter.config.block_length) == (2, 2, 3)
+    # An output that exists is refused before anything runs.
+    done = CliRunner().invoke(app, ["pretrain", *common, *pretraining])
+    assert isinstance(done.exception, DBlastError) and "exists already" in str(done.exception)

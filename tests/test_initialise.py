@@ -143,6 +143,17 @@ def test_tap_scale_is_the_median_size_of_each_tap(make_trajectory):
     torch.testing.assert_close(scales, torch.tensor([6.0, 18.0]))
 
 
+def test_positions_without_a_size_do_not_count(make_trajectory):
+    trajectory = make_trajectory(width=8)
+    features = torch.zeros_like(trajectory.features)
+    features[-2:] = 3.0
+    scales = tap_scales([replace(trajectory, features=features)], taps=2)
+    assert scales.tolist() == [3.0, 3.0]
+    features[:, 4:] = 0.0
+    with pytest.raises(DBlastError, match="no usable size"):
+        tap_scales([replace(trajectory, features=features)], taps=2)
+
+
 # -- draft vocabulary ----------------------------------------------------------------------------
 
 

@@ -13,7 +13,9 @@ from dblast.experiments import (
     evaluation_prompts,
     open_drafter,
     open_target,
+    prepare_pretrained,
     prepare_trajectories,
+    training_curve,
     variant_stage,
 )
 from dblast.generate import generate
@@ -65,11 +67,11 @@ def test_tiny_target_is_close_to_its_language():
     assert last.entropy - 0.02 < last.held_out_loss < last.entropy + 0.15
 
 
-# A shipped drafter's curve was measured on other texts.
-@pytest.mark.parametrize("plan", [p for p in PROFILE.plans if p.drafter.pretrained_here], ids=lambda plan: plan.label)
+@pytest.mark.parametrize("plan", PROFILE.plans, ids=lambda plan: plan.label)
 def test_fresh_category_heads_barely_disturb_the_pretrained_drafter(plan):
     history = open_table(PROFILE, plan.label, "training")
-    end = history[history.stage == "pretrain"].accepted_per_anchor.iloc[-1]
+    # Measured anew: the curve of a shipped drafter is of other texts.
+    end = training_curve(plan)(open_drafter(prepare_pretrained(plan), open_target(plan)))["accepted_per_anchor"]
     starts = history[(history.stage == "finetune") & (history.step == 0)].accepted_per_anchor
     assert len(starts) == len(plan.variants) * len(plan.seeds)
     assert starts.between(0.9 * end, 1.1 * end).all(), f"pre-training ended at {end}, fine-tuning began at {starts}"
