@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from dblast import check_results as module
+from dblast.paths import cache_folder as current_cache
 from dblast.check_results import (
     BEYOND,
     FEW,
@@ -485,7 +486,7 @@ def test_a_change_in_the_stages_is_found_again_without_a_rerun(project, monkeypa
 
 def test_a_fresh_run_has_a_cache_of_its_own_and_shares_the_targets(project, cache_folder, monkeypatch):
     seen = []
-    monkeypatch.setattr(module, "rerun", lambda *values: seen.append(module.cache_folder()) or rerun(*values))
+    monkeypatch.setattr(module, "rerun", lambda *values: seen.append(current_cache()) or rerun(*values))
     left = project / "runs" / "check-cpu" / "cache" / "left over"
     left.mkdir(parents=True)
     assert check_results("cpu", fresh=True) == 0
