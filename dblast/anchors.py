@@ -99,13 +99,15 @@ def pack(
 ANCHORS_PER_ROW = 24
 
 
-def pack_first(trajectory: Trajectory, count: int, block_length: int) -> AnchorBatch:
+def pack_first(trajectory: Trajectory, count: int, block_length: int, every: int = 1) -> AnchorBatch:
     """The first ``count`` anchors of one trajectory as one pass; the last is repeated to fill the pass's rows.
+
+    With ``every`` above 1 they are the anchors after 0, ``every``, 2 ``every``, ... emitted tokens.
 
     What the pass gives holds the wanted anchors in its first ``count`` blocks.
     """
     rows = -(-count // ANCHORS_PER_ROW)
-    anchors = torch.arange(rows * -(-count // rows)).clamp(max=count - 1).view(rows, -1)
+    anchors = torch.arange(rows * -(-count // rows)).clamp(max=count - 1).view(rows, -1) * every
     return pack([trajectory] * rows, list(anchors), block_length)
 
 

@@ -250,6 +250,7 @@ def collect_rejections(plan: Plan) -> pd.DataFrame:
                 drafter,
                 stored,
                 temperature,
+                every=plan.diagnosis.rejection_anchors,
                 precision=_precision(plan),
                 description=f"{plan.label} {variant.method} {setting}: rejections",
             )

@@ -130,6 +130,7 @@ class DiagnosisConfig:
         points: truncation points on training prompts, and as many on held-out ones.
         continuations: M of eq. 24.
         category_temperature: Z_T of the K = 4 drafter in Figure 1.
+        rejection_anchors: every how many anchors rejections are counted.
     """
 
     oracle_prefixes: int = 96
@@ -141,6 +142,7 @@ class DiagnosisConfig:
     points: int = 512
     continuations: int = 20
     category_temperature: float = 1.0
+    rejection_anchors: int = 1
     seed: int = 0
 
 
@@ -206,7 +208,7 @@ class Plan:
             load_prompts(data.prompts, data.tasks)
         diagnosis = self.diagnosis
         get_setting(diagnosis.setting)
-        for name in ("oracle_prefixes", "training_prompts", "points", "continuations"):
+        for name in ("oracle_prefixes", "training_prompts", "points", "continuations", "rejection_anchors"):
             if getattr(diagnosis, name) < 1:
                 raise DBlastError(f"{name} must be at least 1, got {getattr(diagnosis, name)}")
         if diagnosis.oracle_continuations < 2:
@@ -266,7 +268,8 @@ TINY = Plan(
 )
 
 _SMOLLM2_DATA = DataConfig(
-    training_prompts=768, training_tokens=64, evaluation_per_task=24, evaluation_tokens=64, batch_size=128
+    # As many responses as fine-tuning reads in its one pass: 100 steps of 4.
+    training_prompts=400, training_tokens=64, evaluation_per_task=24, evaluation_tokens=64, batch_size=128
 )
 
 SMOLLM2 = Plan(
@@ -291,7 +294,9 @@ SMOLLM2 = Plan(
         steps=100, learning_rate=3e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=20
     ),
     precision="bfloat16",
-    diagnosis=DiagnosisConfig(oracle_prefixes=48, oracle_continuations=64, training_prompts=256, points=240),
+    diagnosis=DiagnosisConfig(
+        oracle_prefixes=48, oracle_continuations=64, training_prompts=256, points=240, rejection_anchors=2
+    ),
 )
 
 

@@ -18,7 +18,7 @@ of any K is split like the one branch it drafts.
 
 The replay identity behind A_j is that of :mod:`dblast.replay`. Averages are
 uniform over the anchors whose whole block was emitted, as ``anchor_accepted`` of
-:func:`dblast.scoring.score` is; they are not the online loop's.
+:func:`dblast.scoring.score` is (or over every second one, say); they are not the online loop's.
 
 Shapes: N blocks, K categories, b draft positions, V' draft vocabulary, k candidates.
 """
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dblast.anchors import pack_first
-from dblast.drafter import DBlastDrafter, log_category_prior
+from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
 from dblast.progress import progress
 from dblast.replay import ratio_with_influence, standard_error
@@ -45,8 +45,8 @@ CAUSES = ("underweighted", "other_branch", "not_offered", "unknown")
 #: What is known of every slot; accepted and the causes add up to reached.
 QUANTITIES = ("reached", "accepted", *CAUSES)
 
-#: Most logits (N, K, b, V') that exist at once while candidates are chosen: 128 MB of float32.
-LOGITS_AT_ONCE = 2**25
+#: Most logits (N, K, b, V') that exist at once while candidates are chosen: 8 MB of float32; much more is slower.
+LOGITS_AT_ONCE = 2**21
 
 
 def rejection_split(
@@ -119,7 +119,7 @@ def branches_and_candidates(
     greedy, likeliest = [], []
     for hidden, prior in zip(branch_hidden.split(blocks), log_prior.split(blocks), strict=True):
         logits = drafter.logits(hidden)
-        greedy.append(logits.argmax(-1))
+        greedy.append(most_likely(logits))
         # In place, as this is the largest tensor; in logs, as small probabilities would underflow into ties.
         logits += (prior.unsqueeze(-1) - logits.logsumexp(-1)).unsqueeze(-1)
         likeliest.append(logits.logsumexp(1).topk(k, dim=-1).indices)
@@ -129,15 +129,15 @@ def branches_and_candidates(
 
 @torch.no_grad()
 def _split_sums(
-    drafter: DBlastDrafter, trajectory: Trajectory, category_temperature: float, k: int, precision: torch.dtype
+    drafter: DBlastDrafter, trajectory: Trajectory, category_temperature: float, k: int, every: int, precision: torch.dtype
 ) -> tuple[int, dict[str, Tensor]]:
-    """Number of anchors with a full block, and :data:`QUANTITIES` summed over them, each (b,) float64."""
+    """Number of chosen anchors (all with a full block), and :data:`QUANTITIES` summed over them, each (b,) float64."""
     b = drafter.config.block_length
-    anchors = max(0, len(trajectory.response_ids) - b + 1)
+    anchors = len(range(0, len(trajectory.response_ids) - b + 1, every))
     if anchors == 0:
         return 0, {name: torch.zeros(b, dtype=torch.float64) for name in QUANTITIES}
     device = drafter.device
-    batch = pack_first(trajectory, anchors, b).to(device)
+    batch = pack_first(trajectory, anchors, b, every).to(device)
     with drafter.in_precision(precision):
         out = batch.run(drafter)
         prior = log_category_prior(out.prior_logits, category_temperature)
@@ -152,6 +152,7 @@ def score_rejections(
     category_temperature: float,
     *,
     k: int = 4,
+    every: int = 1,
     precision: torch.dtype = torch.float32,
     description: str | None = None,
 ) -> pd.DataFrame:
@@ -163,17 +164,21 @@ def score_rejections(
         category_temperature: Z_T of the prior; without effect at K = 1.
         k: candidates of the marginal that count as known; the same for every K
             that is to be compared.
+        every: only the anchors after 0, ``every``, 2 ``every``, ... emitted tokens.
+            Neighbouring blocks overlap, so half of them say nearly as much as all.
         precision: of the drafter's pass.
 
     Returns:
         One row per trajectory and slot with ``prompt_id, task, position`` (1..b),
-        ``anchors`` (number with a full block) and :data:`QUANTITIES`, expected
+        ``anchors`` (number of those chosen with a full block) and :data:`QUANTITIES`, expected
         tokens summed over those anchors. A response shorter than b has none: its
         rows are zero.
 
     Raises:
-        DBlastError: Z_T negative or not a number at K > 1; k outside 1..V'.
+        DBlastError: Z_T negative or not a number at K > 1; k outside 1..V'; ``every`` below 1.
     """
+    if every < 1:
+        raise DBlastError(f"every (the step between anchors) must be at least 1, got {every}")
     drafter.eval()
     trajectories = list(trajectories)
     if drafter.config.num_categories <= 1:
@@ -183,7 +188,7 @@ def score_rejections(
     rows = []
     with progress(len(trajectories), description, unit="trajectory") as bar:
         for trajectory in trajectories:
-            anchors, sums = _split_sums(drafter, trajectory, category_temperature, k, precision)
+            anchors, sums = _split_sums(drafter, trajectory, category_temperature, k, every, precision)
             for i in range(drafter.config.block_length):
                 rows.append(
                     {

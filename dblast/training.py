@@ -130,7 +130,7 @@ def make_optimizers(drafter: DBlastDrafter, config: TrainingConfig) -> list[torc
     matrices = [p for p in parameters if p.ndim == 2] if config.optimizer == "muon" else []
     taken = {id(p) for p in matrices}
     rest = [p for p in parameters if id(p) not in taken]
-    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0)]
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(rest, lr=config.learning_rate, weight_decay=0.0, fused=True)]
     if matrices:
         made.append(torch.optim.Muon(matrices, lr=config.matrix_learning_rate, weight_decay=0.0))
     for optimizer in made:

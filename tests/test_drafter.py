@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from dblast.backbone import DraftLayer, packed_mask, rotary, rotate
 from dblast.config import DBlastConfig, default_taps
-from dblast.drafter import DBlastDrafter, log_category_prior
+from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
 from dblast.paper_shapes import parameters_at_paper_scale
 from tests.checks import one_line
@@ -548,6 +548,21 @@ def test_draft_vocabulary_proposes_target_ids(llama, make_drafter):
     outside = torch.ones(VOCABULARY_SIZE, dtype=torch.bool)
     outside[drafter.draft_token_ids] = False
     assert torch.equal(drafter.greedy_tokens(hidden), full.masked_fill(outside, float("-inf")).argmax(-1))
+
+
+@pytest.mark.parametrize("limit", [1, 100, 2**22])
+def test_greedy_tokens_in_parts_are_the_same(llama, make_drafter, monkeypatch, limit):
+    drafter, hidden = make_drafter(llama, num_categories=3), random_branches()
+    expected = drafter.logits(hidden).argmax(-1)
+    monkeypatch.setattr("dblast.drafter.GREEDY_LOGITS", limit)
+    assert expected.unique().numel() > 5
+    assert torch.equal(drafter.greedy_tokens(hidden), expected)
+
+
+def test_most_likely_is_the_first_of_equals():
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [-torch.inf, -2.0, -1.0]], requires_grad=True)
+    assert most_likely(logits).tolist() == [1, 0, 2]
+    assert most_likely(logits.view(3, 1, 3)).shape == (3, 1)
 
 
 def test_gradient_of_log_q_is_finite_with_tokens_outside_the_draft_vocabulary(llama, make_drafter):

@@ -429,6 +429,32 @@ def test_rows_are_the_sum_over_anchors_drafted_one_by_one(llama, few_tokens, tra
             assert_close(rows.loc[trajectory.prompt_id, name].tolist(), total[name], tolerance=1e-5)
 
 
+@pytest.mark.parametrize("every", [2, 5])
+def test_only_every_so_many_anchors_are_counted(few_tokens, trajectories, every):
+    drafter = few_tokens(3)
+    thinned = score_rejections(drafter, trajectories, 0.7, k=2, every=every).set_index(["prompt_id", "position"])
+    for trajectory in trajectories:
+        wanted = list(range(0, len(trajectory.response_ids) - 2, every))
+        total = {name: np.zeros(3) for name in QUANTITIES}
+        for anchor in wanted:
+            batch = pack([trajectory], [torch.tensor([anchor])], 3)
+            with torch.no_grad():
+                out = batch.run(drafter)
+            prior = log_category_prior(out.prior_logits, 0.7)
+            greedy, candidates = branches_and_candidates(drafter, out.branch_hidden, prior, 2)
+            for name, value in rejection_split(greedy, prior, candidates, batch.tokens, batch.log_p).items():
+                total[name] += value[0].numpy()
+        rows = thinned.loc[trajectory.prompt_id]
+        assert rows.anchors.tolist() == [len(wanted)] * 3
+        for name in QUANTITIES:
+            assert_close(rows[name].tolist(), total[name], tolerance=1e-5)
+
+
+def test_a_step_between_anchors_below_one_is_refused(few_tokens, trajectories):
+    with pytest.raises(DBlastError, match="every"):
+        score_rejections(few_tokens(1), trajectories, 1.0, every=0)
+
+
 def test_random_drafter_loses_tokens_for_every_cause(few_tokens, trajectories):
     """The comparisons above are about something."""
     rows = score_rejections(few_tokens(3), trajectories, 0.7, k=2)
