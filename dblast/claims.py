@@ -26,7 +26,7 @@ from dblast.estimates import (
     held_out_at_chosen,
     with_seed_noise,
 )
-from dblast.tables import SETTINGS_ORDER, paper_gains, read_paper
+from dblast.tables import SETTINGS_ORDER, Table, paper_gains, read_paper
 
 COLUMNS = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict", "seeds"]
 
@@ -216,6 +216,35 @@ def claims_table(scores: pd.DataFrame, points: pd.DataFrame | None = None) -> pd
         if points is not None:
             rows += _figure1_claims(name, points)
     return pd.DataFrame(rows, columns=COLUMNS)
+
+
+#: Verdicts in a column that asks "does it hold?".
+_SHORT = {"reproduced": "yes", "not reproduced": "no", "undecided": "open"}
+
+
+def claims_display(claims: pd.DataFrame) -> Table:
+    """One row a claim, the targets side by side: our number, its 95 % interval, and whether the claim's sign holds.
+
+    Args:
+        claims: from :func:`claims_table`. Numbers in tokens get two decimals, those in per cent or points one.
+    """
+
+    def cell(row) -> str:
+        digits = 1 if row.claim.endswith(("(%)", "(points)")) else 2
+        return f"{row.ours:.{digits}f} [{row.ci_low:.{digits}f}, {row.ci_high:.{digits}f}] {_SHORT[row.verdict]}"
+
+    cells = claims.assign(cell=[cell(row) for row in claims.itertuples()])
+    columns = {name: part.set_index("claim").cell for name, part in cells.groupby("target", sort=False)}
+    first = claims.drop_duplicates("claim").set_index("claim")
+    display = pd.DataFrame({"paper": first.paper.astype(str), **columns}, index=first.index).fillna("")
+    return Table(
+        "claims",
+        "Claims",
+        "Each number is positive if the claim holds: ours with its 95 % interval, then whether the whole interval is above "
+        "zero (yes), below (no) or neither (open). The sizes are for the reader to compare.",
+        claims,
+        display,
+    )
 
 
 def verdict_lines(claims: pd.DataFrame, *words: str) -> list[str]:

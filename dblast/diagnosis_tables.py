@@ -6,9 +6,12 @@ import html
 
 import pandas as pd
 
-from dblast.estimates import Estimate
+from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.replay import ratio_with_influence, standard_error
 from dblast.tables import SETTINGS_ORDER, Table, read_paper
+
+#: Rows of the oracle table that bound what one fixed block, or four, can reach.
+ONE_BLOCK, FOUR_BLOCKS = "best 1 block", "best 4 blocks"
 
 
 def oracle_summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -56,6 +59,39 @@ def oracle_display(summary: pd.DataFrame) -> Table:
         summary,
         display.loc[index, order].fillna(""),
     )
+
+
+def ceiling_table(scores: pd.DataFrame, oracle: pd.DataFrame) -> pd.DataFrame:
+    """How far the independent drafter is from the best single block of its target.
+
+    Both are means over anchors of what one draft step is expected to accept: DFlash's over every anchor of the
+    held-out responses, the best block's (and the best four blocks') over notebook 01's truncation points.
+
+    Returns:
+        ``target, setting, drafter, drafter_error, best block, best 4 blocks, share``: tokens, standard errors over
+        prompts, and the drafter's share of the best block in per cent.
+    """
+    best = oracle_summary(oracle).set_index(["target", "setting", "proposal"]).accepted_length
+    rows = []
+    for (target, setting), part in held_out_at_chosen(scores[scores.method == "DFlash"]).groupby(["target", "setting"]):
+        if (target, setting, ONE_BLOCK) not in best.index:
+            continue
+        sums = part.groupby(["task", "prompt_id"])[["anchor_accepted", "anchors"]].sum()
+        value, influence = ratio_with_influence(sums.anchor_accepted.to_numpy(), sums.anchors.to_numpy())
+        one = best[target, setting, ONE_BLOCK]
+        rows.append(
+            {
+                "target": target,
+                "setting": setting,
+                "drafter": value,
+                "drafter_error": standard_error(influence),
+                "best block": one,
+                "best 4 blocks": best[target, setting, FOUR_BLOCKS],
+                "share": 100 * value / one,
+            }
+        )
+    order = pd.CategoricalDtype(SETTINGS_ORDER, ordered=True)
+    return pd.DataFrame(rows).astype({"setting": order}).sort_values(["target", "setting"]).reset_index(drop=True)
 
 
 def _interval(value: float, error: float) -> str:

@@ -236,11 +236,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Profile:
-    """A named set of plans; ``minutes`` is how long a run took on two cores (None: not measured)."""
+    """A named set of plans.
+
+    Attributes:
+        minutes: how long a run took on two cores (None: not measured).
+        notebooks: the numbers of those that a batch run executes.
+    """
 
     name: str
     plans: tuple[Plan, ...]
     minutes: float | None = None
+    notebooks: tuple[str, ...] = ("01", "02", "03", "04", "05")
     notes: str = field(default="", compare=False)
 
     def plan(self, label: str) -> Plan:
@@ -378,7 +384,7 @@ PROFILES: dict[str, Profile] = {
         ),
         minutes=5.5,
     ),
-    "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=46),
+    "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=44),
     "qwen3-4b": Profile("qwen3-4b", (_qwen3("4B"),)),
     "qwen3-8b": Profile("qwen3-8b", (_qwen3("8B"),)),
 }

@@ -61,22 +61,25 @@ def read_paper(name: str) -> pd.DataFrame:
     return pd.read_csv(path)
 
 
-def _pm(estimate: Estimate) -> str:
+def plus_minus(estimate: Estimate) -> str:
+    """A length with its standard error."""
     return f"{estimate.value:.2f} ± {estimate.standard_error:.2f}"
 
 
-def _percent(estimate: Estimate) -> str:
+def per_cent(estimate: Estimate) -> str:
+    """A gain with its standard error; a dash where there is none."""
     if math.isnan(estimate.value):
         return "–"
     return f"{estimate.value:+.1f} ± {estimate.standard_error:.1f} %"
 
 
-def _gain(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
+def paired_gain(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
     """Macro-averaged gain on the seeds both have, paired by prompt, with the noise of training seeds."""
     return with_seed_noise(gain, *common_seeds(ours, base), macro=True)
 
 
-def _difference(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
+def paired_difference(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
+    """The same as :func:`paired_gain` in tokens."""
     return with_seed_noise(difference, *common_seeds(ours, base), macro=True)
 
 
@@ -98,8 +101,8 @@ def table2(scores: pd.DataFrame, target: str) -> Table:
             line = {"determinism": setting, "method": method}
             for task, part in ours.groupby("task", observed=True):
                 line[task] = f"{accepted_length(part).value:.2f}"
-            line["average"] = _pm(accepted_length(ours, macro=True))
-            line["gain"] = "" if method == "DFlash" else _percent(_gain(ours, base))
+            line["average"] = plus_minus(accepted_length(ours, macro=True))
+            line["gain"] = "" if method == "DFlash" else per_cent(paired_gain(ours, base))
             temperature = ours.category_temperature.iloc[0]
             line["Z_T"] = "" if math.isnan(temperature) else f"{temperature:.1f}"
             line["seed spread"] = f"{seed_spread(ours, macro=True):.3f}" if ours.seed.nunique() > 1 else "one seed"
@@ -123,7 +126,7 @@ def table2_gains(scores: pd.DataFrame, target: str) -> pd.DataFrame:
         base = chosen[(chosen.setting == setting) & (chosen.method == "DFlash")]
         for method in METHODS[1:]:
             ours = chosen[(chosen.setting == setting) & (chosen.method == method)]
-            absolute, relative = _difference(ours, base), _gain(ours, base)
+            absolute, relative = paired_difference(ours, base), paired_gain(ours, base)
             rows.append(
                 {
                     "target": target,
@@ -167,8 +170,8 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
                 {
                     "loss": loss,
                     "K": k,
-                    "accepted length": _pm(accepted_length(ours, macro=True)),
-                    "gain over K = 1": "" if k == 1 else _percent(_gain(ours, base)),
+                    "accepted length": plus_minus(accepted_length(ours, macro=True)),
+                    "gain over K = 1": "" if k == 1 else per_cent(paired_gain(ours, base)),
                     "paper": f"{printed[k]:.2f}",
                     "paper gain": "" if k == 1 else f"{100 * (printed[k] / printed[1] - 1):+.1f} %",
                 }
@@ -199,8 +202,8 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
                 {
                     "K": k,
                     "construction": construction.replace("_", " "),
-                    "accepted length": _pm(accepted_length(ours, macro=True)),
-                    "gain over whole block": "" if whole else _percent(_gain(ours, base)),
+                    "accepted length": plus_minus(accepted_length(ours, macro=True)),
+                    "gain over whole block": "" if whole else per_cent(paired_gain(ours, base)),
                     "paper": f"{paper[k, construction]:.2f}",
                     "paper gain": "" if whole else f"{100 * (paper[k, construction] / paper[k, 'whole_block'] - 1):+.1f} %",
                 }
@@ -309,7 +312,7 @@ def category_temperature_gain(scores: pd.DataFrame, target: str) -> pd.DataFrame
     for (loss, setting), part in held_out_at_chosen(rows).groupby(["loss", "setting"], observed=True):
         zero = rows[(rows.loss == loss) & (rows.setting == setting) & (rows.category_temperature == 0.0)]
         zero = zero[zero.split == "held_out"]
-        estimate = _difference(part, zero)
+        estimate = paired_difference(part, zero)
         low, high = estimate.interval
         lines.append(
             {

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from dblast.claims import COLUMNS, VERDICT_RULE, claims_table, verdict_lines
+from dblast.claims import COLUMNS, VERDICT_RULE, claims_display, claims_table, verdict_lines
 from dblast.estimates import (
     accepted_length,
     best_category_temperature_shift,
@@ -227,3 +227,18 @@ def test_verdict_lines_hold_the_chosen_claims_with_their_intervals(scores):
     assert len(lines) == 2 * table.target.nunique() and all("[" in line and "paper" in line for line in lines)
     assert verdict_lines(table, "no such claim") == []
 
+
+
+def test_claims_side_by_side_keep_every_number_and_verdict(scores):
+    both = pd.concat([scores, target_scores(ablations=False).assign(target="other")], ignore_index=True)
+    rows = claims_table(both)
+    table = claims_display(rows)
+    assert list(table.display) == ["paper", "toy", "other"] and table.display.index.is_unique
+    words = {"reproduced": "yes", "not reproduced": "no", "undecided": "open"}
+    for row in rows.itertuples():
+        value, low, high, word = table.display.loc[row.claim, row.target].replace("[", "").replace("]", "").replace(",", "").split()
+        digits = 2 if "(tokens)" in row.claim or "best Z_T" in row.claim else 1
+        assert (value, low, high) == tuple(f"{x:.{digits}f}" for x in (row.ours, row.ci_low, row.ci_high))
+        assert word == words[row.verdict] and table.display.paper[row.claim] == row.paper
+    # The other target trained no ablations.
+    assert (table.display.other == "").sum() == sum("diminish" in c or "AL loss" in c for c in table.display.index) > 0

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import pandas as pd
 import pytest
 import torch
 from torch.nn.functional import one_hot
@@ -27,6 +28,7 @@ from dblast.diagnosis import (
     mismatch_table,
     proposal_names,
 )
+from dblast.diagnosis_tables import ceiling_table
 from dblast.errors import DBlastError
 from dblast.verifier import greedy_branch_distribution, soft_distribution
 from tests.helpers import (
@@ -419,3 +421,32 @@ def test_default_process_shows_the_mismatch():
     assert rows["independent, greedy"] < rows["independent, sampled"] < 2
     assert rows["K = 2, greedy branch"] > 2.5
     assert 4 < rows["K = 4, greedy branch"] < rows["K = 4, sampled"] < 6
+
+
+def test_the_ceiling_is_beside_the_drafter_anchor_by_anchor():
+    """Prompts with more anchors count for more on the drafter's side; Z_T, seeds and calibration prompts change nothing."""
+    names = {"target": "toy", "method": "DFlash", "K": 1, "loss": "NLL", "construction": "all_prefixes", "task": "chat"}
+    scores = pd.DataFrame(
+        [
+            {"setting": setting, "split": split, "prompt_id": f"{split}{i}", "seed": seed, "category_temperature": float("nan")}
+            | {"emitted": 60, "passes": 30.0, "anchor_accepted": accepted, "anchors": anchors}
+            for setting in ("low", "high")
+            for split in ("calibration", "held_out")
+            for seed in (0, 1)
+            for i, (accepted, anchors) in enumerate([(90.0, 50), (10.0, 150)] if split == "held_out" else [(500.0, 100)])
+        ]
+    ).assign(**names)
+    other = scores.assign(method="DBlast", K=4, loss="AL", category_temperature=1.0, anchor_accepted=0.0)
+    best = {"independent, greedy": 0.3, "best 1 block": 2.0, "best 4 blocks": 3.0}
+    oracle = pd.DataFrame(
+        [
+            {"target": "toy", "setting": setting, "proposal": proposal, "prompt_id": f"p{i}", "accepted_length": value}
+            for setting in ("high", "low")
+            for proposal, value in best.items()
+            for i in range(3)
+        ]
+    )
+    table = ceiling_table(pd.concat([scores, other]), oracle)
+    assert list(table.setting) == ["high", "low"]
+    assert_close(table[["drafter", "best block", "best 4 blocks", "share"]].to_numpy(), [[0.5, 2.0, 3.0, 25.0]] * 2)
+    assert (table.drafter_error > 0).all()
