@@ -83,15 +83,22 @@ def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
 
     Raises:
         DBlastError: the folder holds no drafter, or one for another target.
+        ArtefactError: its files are not those of its manifest, if it has one.
     """
     from safetensors import SafetensorError
 
+    from dblast.checkpoints import MANIFEST, check_checkpoint
     from dblast.drafter import DBlastDrafter
     from dblast.progress import quiet_loading
 
+    if (folder / MANIFEST).is_file():
+        check_checkpoint(folder)
     try:
         with quiet_loading():
-            drafter = DBlastDrafter.from_pretrained(folder, dtype=target.model.dtype)
+            # Sizes that do not fit come back in the report; otherwise they are a page of error.
+            drafter, info = DBlastDrafter.from_pretrained(
+                folder, dtype=target.model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except (OSError, ValueError, SafetensorError) as error:
         if isinstance(error, DBlastError):
             raise
@@ -99,6 +106,9 @@ def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
         if not folder.is_dir():
             reason = f"no such folder, and none from the hub: {reason}"
         raise DBlastError(f"{folder} holds no drafter ({reason}); {_DRAFTER_ADVICE}") from error
+    wrong = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
+    if wrong:
+        raise DBlastError(f"{folder} holds no drafter (its config.json does not fit its weights: {wrong[0]}); {_DRAFTER_ADVICE}")
     return drafter.to(target.device).attach(target.model).eval()
 
 

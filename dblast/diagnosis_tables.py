@@ -13,6 +13,9 @@ from dblast.tables import SETTINGS_ORDER, Table, read_paper
 #: Rows of the oracle table that bound what one fixed block, or four, can reach.
 ONE_BLOCK, FOUR_BLOCKS = "best 1 block", "best 4 blocks"
 
+#: An interval needs at least as many prompts.
+FEW = 5
+
 
 def oracle_summary(table: pd.DataFrame) -> pd.DataFrame:
     """Mean accepted length of every oracle proposal, standard errors over prompts (prefixes of one are not independent).
@@ -122,7 +125,7 @@ def table5(bins: pd.DataFrame) -> Table:
                 "of prompts": row.prompts,
                 "independent": _pm(row.dflash, row.dflash_error),
                 "dependent": _pm(row.dblast, row.dblast_error),
-                "gain": _interval(row.gain, row.gain_error),
+                "gain": _interval(row.gain, row.gain_error if row.prompts >= FEW else float("nan")),
                 "paper": f"{printed.relative_gain_percent:+.0f} % (n = {int(printed.samples)})",
             }
         )
@@ -131,7 +134,7 @@ def table5(bins: pd.DataFrame) -> Table:
         "Table 5",
         "Accepted length of one draft step by early determinism D_b: independent (K = 1, NLL) against dependent "
         "(K = 4, AL), ± one standard error over prompts and training seeds, gain with a 95 % interval "
-        "(– where the independent draft accepts nothing; no error from a single prompt).",
+        f"(– where the independent draft accepts nothing; no interval from fewer than {FEW} prompts).",
         bins,
         pd.DataFrame(lines).set_index(["target", "prompts", "D_b"]),
     )
@@ -154,7 +157,7 @@ class BranchView:
             )
             prior = "" if row.prior != row.prior else f"{row.prior:.2f}"
             lines.append(
-                f'<tr><td style="text-align:left">{row.kind} {row.number}</td><td>{prior}</td>'
+                f'<tr><td style="text-align:left">{_block_name(row.kind, row.number)}</td><td>{prior}</td>'
                 f'<td style="text-align:left;font-family:monospace">{tokens}</td></tr>'
             )
         before = html.escape("".join(prefix.tokens)[-160:])
@@ -162,6 +165,10 @@ class BranchView:
             f"<p><b>{html.escape(str(prefix.target))}</b>, prompt {html.escape(str(prefix.prompt_id))}, after "
             f"<i>…{before}</i></p><table><tr><th>block</th><th>prior</th><th>tokens</th></tr>{''.join(lines)}</table>"
         )
+
+
+def _block_name(kind: str, number: int) -> str:
+    return kind if kind == "K = 1" else f"{kind} {number}"
 
 
 def _visible(token: str) -> str:
@@ -173,7 +180,7 @@ def table9(branches: pd.DataFrame, target: str) -> Table:
     rows = branches[(branches.target == target) & (branches.kind != "prefix")]
     lines = [
         {
-            "block": f"{row.kind} {row.number}",
+            "block": _block_name(row.kind, row.number),
             "prior": "" if row.prior != row.prior else f"{row.prior:.2f}",
             "text": "".join(row.tokens).replace("\n", "↵"),
             "first token's share": f"{row.share[0]:.2f}",

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dblast import synthetic
 from dblast.branch_health import drafter_health
-from dblast.checkpoints import MANIFEST, RECORD, shipped_drafter
+from dblast.checkpoints import MANIFEST, RECORD, check_checkpoint, shipped_drafter
 from dblast.config import DBlastConfig, default_taps
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
@@ -159,9 +159,8 @@ def prepare_trajectories(plan: Plan, split: str, target: Target | None = None, f
 def pretrain_stage(plan: Plan) -> Stage:
     """The DFlash drafter all variants start from."""
     plan = on_pretraining_data(plan)
-    if plan.drafter.start == "shipped":
-        checkpoint = sha256_file(shipped_drafter(plan.target) / MANIFEST)
-        return Stage("pretrained", {"checkpoint": checkpoint, "drafter": asdict(plan.drafter)}, _DRAFTER_CODE)
+    if not plan.drafter.pretrained_here:
+        return Stage("pretrained", {"checkpoint": _given(plan), "drafter": asdict(plan.drafter)}, _DRAFTER_CODE)
     spec = {
         "trajectories": trajectory_stage(plan, "training").key,
         "curve": trajectory_stage(plan, plan.data.training_setting).key,
@@ -169,6 +168,16 @@ def pretrain_stage(plan: Plan) -> Stage:
         "pretrain": asdict(plan.pretrain),
     }
     return Stage("pretrained", spec, _DRAFTER_CODE)
+
+
+def _given(plan: Plan) -> str | dict[str, str]:
+    """What determines a drafter that was trained elsewhere: its files, or its name on the hub."""
+    start = plan.drafter.start
+    if start == "shipped":
+        return sha256_file(shipped_drafter(plan.target) / MANIFEST)
+    if not Path(start).is_dir():
+        return start
+    return {path.name: sha256_file(path) for path in sorted(Path(start).iterdir()) if path.suffix in (".json", ".safetensors")}
 
 
 def on_pretraining_data(plan: Plan) -> Plan:
@@ -195,7 +204,8 @@ def check_target(plan: Plan) -> None:
     """Refuse a target that the plan's drafter cannot serve, before anything is sampled from it.
 
     Raises:
-        DBlastError: mask token unset or out of range, taps that do not exist, a vocabulary too small.
+        DBlastError: mask token unset or out of range, taps that do not exist, a vocabulary too small, a drafter to
+            start from that is damaged or of another shape.
     """
     target, shape = open_target(plan), plan.drafter
     DBlastConfig.for_target(
@@ -210,6 +220,10 @@ def check_target(plan: Plan) -> None:
             f"a draft vocabulary of {shape.draft_vocabulary} tokens does not fit a target of "
             f"{target.model.config.vocab_size}; choose a smaller one"
         )
+    if not shape.pretrained_here:
+        if (Path(shape.start) / MANIFEST).is_file():
+            check_checkpoint(Path(shape.start))
+        start_drafter(shape, target, [], taps(plan, target))
 
 
 def training_curve(plan: Plan) -> Callable[[DBlastDrafter], dict]:
@@ -236,25 +250,25 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
 
     def compute(folder: Path) -> None:
         target = open_target(plan)
-        if plan.drafter.start == "shipped":
-            record = json.loads((shipped_drafter(plan.target) / RECORD).read_text(encoding="utf-8"))
-            _finish(start_drafter(plan.drafter, target, [], taps(plan, target)), record["history"], folder)
+        if not plan.drafter.pretrained_here:
+            history = []
+            if plan.drafter.start == "shipped":
+                history = json.loads((shipped_drafter(plan.target) / RECORD).read_text(encoding="utf-8"))["history"]
+            _finish(start_drafter(plan.drafter, target, [], taps(plan, target)), history, folder)
             return
         stored = prepare_trajectories(plan, "training", target)
         drafter = start_drafter(plan.drafter, target, stored, taps(plan, target))
-        history: list[dict] = []
-        if plan.drafter.pretrained_here:
-            history = train(
-                drafter,
-                _held(stored),
-                plan.pretrain,
-                folder / "run",
-                evaluate=training_curve(plan),
-                description=f"{plan.label} pre-training",
-            )
+        history = train(
+            drafter,
+            _held(stored),
+            plan.pretrain,
+            folder / "run",
+            evaluate=training_curve(plan),
+            description=f"{plan.label} pre-training",
+        )
         _finish(drafter, history, folder)
 
-    if plan.drafter.start != "shipped":
+    if plan.drafter.pretrained_here:
         prepare_trajectories(plan, plan.data.training_setting)
     return pretrain_stage(plan).run(compute, fresh)
 

@@ -52,12 +52,14 @@ def customise(
     ``start`` brings its taps, layers, block length and draft vocabulary.
 
     Raises:
-        DBlastError: a model of one's own on a plan for a target that is trained here, or a start without a drafter.
+        DBlastError: a model or mask token of one's own on a plan for a target that is trained here, or a start without a drafter.
     """
     if model is not None:
         if plan.tiny is not None:
             raise DBlastError("--model needs a plan for loaded targets; add --target smollm2")
         plan = replace(plan, target=model, label=Path(model).name)
+    if mask_token_id is not None and plan.tiny is not None:
+        raise DBlastError("--mask-token-id is for loaded targets, the tiny one has its own; add --target smollm2")
     if (model is not None or layers is not None) and plan.drafter.start == "shipped":
         start = start or "target"
     # What comes later counts.

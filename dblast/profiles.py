@@ -186,6 +186,8 @@ class Plan:
         data = self.data
         if self.drafter.block_length < 1:
             raise DBlastError(f"block length b must be at least 1, got {self.drafter.block_length}")
+        if self.drafter.layers < 1:
+            raise DBlastError(f"number of draft layers must be at least 1, got {self.drafter.layers}")
         for variant in self.variants:
             if variant.K < 1:
                 raise DBlastError(f"number of categories K must be at least 1, got {variant.K}")

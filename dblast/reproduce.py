@@ -33,16 +33,26 @@ def parse_parameters(pairs: list[str]) -> dict:
         name, separator, value = pair.partition("=")
         if not separator or not name:
             raise DBlastError(f"parameter {pair!r} is not of the form NAME=VALUE")
-        parsed[name] = yaml.safe_load(value)
+        if name == "profile":
+            raise DBlastError(f"the profile is chosen with --profile {value or 'NAME'}, not as a parameter")
+        try:
+            parsed[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise DBlastError(f"the value of parameter {pair!r} cannot be read; give a number, true, false or a word") from None
     return parsed
 
 
 def check_parameters(path: Path, parameters: dict) -> None:
-    """Refuse parameters that a notebook does not have; papermill itself only warns."""
+    """Refuse parameters that a notebook does not have, or of another type; papermill itself only warns."""
     known = papermill.inspect_notebook(str(path))
     unknown = sorted(set(parameters) - set(known))
     if unknown:
         raise DBlastError(f"{path.name} has no parameter {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    types = {"bool": bool, "float": (int, float), "int": int, "str": str}
+    for name, value in parameters.items():
+        kind = known[name]["inferred_type_name"]
+        if not isinstance(value, types.get(kind, object)) or (isinstance(value, bool) and kind != "bool"):
+            raise DBlastError(f"parameter {name!r} of {path.name} is of type {kind}, got {value!r}")
 
 
 def reproduce(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -18,6 +19,7 @@ from dblast.initialise import load_dflash, start_drafter
 from dblast.plan_options import customise
 from dblast.pretraining import pretraining_plan
 from dblast.profiles import PROFILES, SMOLLM2, TINY, DrafterConfig, Profile
+from dblast.trajectories import sample_trajectories
 from tests.conftest import MASK_TOKEN_ID
 
 
@@ -187,10 +189,35 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
     assert record["history"][-1]["step"] == 3
 
     fine = ["--start", str(made), "-K", "2", "--loss", "AL", "--steps", "2", "--training-prompts", "8"]
+    sampled = []
+
+    def counted(target, prompts, *rest, **options):
+        sampled.append(len(prompts))
+        return sample_trajectories(target, prompts, *rest, **options)
+
+    monkeypatch.setattr("dblast.experiments.sample_trajectories", counted)
     text = run("train", *common, *fine, "--output", str(tuned))
+    # A drafter that is given needs no data of its own training: 4096 prompts by this plan.
+    assert sampled and max(sampled) <= len(lines)
     assert text.count("accepted length") == 3
     drafter = DBlastDrafter.from_pretrained(tuned)
     assert (drafter.config.num_categories, drafter.config.num_hidden_layers, drafter.config.block_length) == (2, 2, 3)
+    # So is a drafter to start from that is damaged or of another shape, before anything is sampled.
+    monkeypatch.setattr("dblast.experiments.sample_trajectories", lambda *_, **__: pytest.fail("this sampled"))
+    for name, harm, words in (
+        ("model.safetensors", lambda data: data[:-1] + bytes([data[-1] ^ 1]), "missing or damaged"),
+        ("manifest", lambda _: b"", "manifest"),
+        ("config.json", lambda data: data + b" ", "missing or damaged"),
+    ):
+        harmed = tmp_path / f"harmed-{name}"
+        shutil.copytree(made, harmed)
+        path = harmed / (checkpoints.MANIFEST if name == "manifest" else name)
+        path.write_bytes(harm(path.read_bytes()))
+        done = CliRunner().invoke(app, ["train", *common, "--start", str(harmed), "--training-prompts", "9"])
+        assert isinstance(done.exception, DBlastError) and words in str(done.exception), done.exception
+    fewer = ["--start", str(made), "--block-length", "2", "--training-prompts", "9"]
+    done = CliRunner().invoke(app, ["train", *common, *fewer])
+    assert isinstance(done.exception, DBlastError) and "drafts blocks of 3 tokens" in str(done.exception)
     # An output that exists is refused before anything runs.
     done = CliRunner().invoke(app, ["pretrain", *common, *pretraining])
     assert isinstance(done.exception, DBlastError) and "exists already" in str(done.exception)

@@ -1,5 +1,6 @@
 """The command line's refusals: clear, in one line, and before the heavy modules are imported."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dblast import demo
+from dblast.checkpoints import write_checkpoint
 from dblast.cli import app
-from dblast.errors import DBlastError
+from dblast.errors import ArtefactError, DBlastError
 from dblast.paths import ROOT
 
 #: Runs the command line like ``python -m dblast`` and says on stdout which of the modules named first it imported.
@@ -113,3 +115,26 @@ def test_an_unknown_mode_is_refused_before_a_model_is_loaded(monkeypatch):
 def test_a_missing_drafter_that_could_be_on_the_hub_is_called_missing(llama):
     with pytest.raises(DBlastError, match="holds no drafter .no such folder, and none from the hub"):
         demo.load_drafter(Path("owner/name"), llama)
+
+
+def test_a_drafter_whose_weights_do_not_fit_its_configuration_gets_one_line(llama, make_drafter, tmp_path):
+    make_drafter(llama, num_categories=2).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for change in ({"intermediate_size": config["intermediate_size"] + 8}, {"num_categories": 3}, {"num_hidden_layers": 9}):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(DBlastError, match="does not fit its weights") as error:
+            demo.load_drafter(tmp_path, llama)
+        assert len(str(error.value).splitlines()) == 1
+    path.write_text(json.dumps(config))
+    assert demo.load_drafter(tmp_path, llama).config.num_categories == 2
+
+
+def test_a_drafter_with_a_manifest_is_compared_with_it(llama, make_drafter, tmp_path):
+    folder = write_checkpoint(make_drafter(llama, num_categories=0), {}, tmp_path / "made")
+    demo.load_drafter(folder, llama)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ArtefactError, match="model.safetensors is missing or damaged"):
+        demo.load_drafter(folder, llama)
