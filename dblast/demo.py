@@ -106,7 +106,7 @@ def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
         if not folder.is_dir():
             reason = f"no such folder, and none from the hub: {reason}"
         raise DBlastError(f"{folder} holds no drafter ({reason}); {_DRAFTER_ADVICE}") from error
-    wrong = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"]}))
+    wrong = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]}))
     if wrong:
         raise DBlastError(f"{folder} holds no drafter (its config.json does not fit its weights: {wrong[0]}); {_DRAFTER_ADVICE}")
     return drafter.to(target.device).attach(target.model).eval()

@@ -177,7 +177,7 @@ def _given(plan: Plan) -> str | dict[str, str]:
         return sha256_file(shipped_drafter(plan.target) / MANIFEST)
     if not Path(start).is_dir():
         return start
-    return {path.name: sha256_file(path) for path in sorted(Path(start).iterdir()) if path.suffix in (".json", ".safetensors")}
+    return {path.name: sha256_file(path) for path in sorted(Path(start).iterdir()) if path.suffix in (".json", ".safetensors", ".bin")}
 
 
 def on_pretraining_data(plan: Plan) -> Plan:

@@ -37,7 +37,7 @@ def parse_parameters(pairs: list[str]) -> dict:
             raise DBlastError(f"the profile is chosen with --profile {value or 'NAME'}, not as a parameter")
         try:
             parsed[name] = yaml.safe_load(value)
-        except yaml.YAMLError:
+        except (yaml.YAMLError, ValueError):
             raise DBlastError(f"the value of parameter {pair!r} cannot be read; give a number, true, false or a word") from None
     return parsed
 
@@ -51,7 +51,9 @@ def check_parameters(path: Path, parameters: dict) -> None:
     types = {"bool": bool, "float": (int, float), "int": int, "str": str}
     for name, value in parameters.items():
         kind = known[name]["inferred_type_name"]
-        if not isinstance(value, types.get(kind, object)) or (isinstance(value, bool) and kind != "bool"):
+        if kind not in types:
+            continue
+        if not isinstance(value, types[kind]) or (isinstance(value, bool) and kind != "bool"):
             raise DBlastError(f"parameter {name!r} of {path.name} is of type {kind}, got {value!r}")
 
 

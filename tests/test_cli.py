@@ -121,7 +121,7 @@ def test_a_drafter_whose_weights_do_not_fit_its_configuration_gets_one_line(llam
     make_drafter(llama, num_categories=2).save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())
-    for change in ({"intermediate_size": config["intermediate_size"] + 8}, {"num_categories": 3}, {"num_hidden_layers": 9}):
+    for change in ({"intermediate_size": config["intermediate_size"] + 8}, {"num_categories": 3}, {"num_categories": 0}, *({"num_hidden_layers": n} for n in (1, 9))):
         path.write_text(json.dumps(config | change))
         with pytest.raises(DBlastError, match="does not fit its weights") as error:
             demo.load_drafter(tmp_path, llama)

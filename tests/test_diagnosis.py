@@ -449,4 +449,6 @@ def test_the_ceiling_is_beside_the_drafter_anchor_by_anchor():
     table = ceiling_table(pd.concat([scores, other]), oracle)
     assert list(table.setting) == ["high", "low"]
     assert_close(table[["drafter", "best block", "best 4 blocks", "share"]].to_numpy(), [[0.5, 2.0, 3.0, 25.0]] * 2)
-    assert (table.drafter_error > 0).all()
+    assert (table.drafter_error > 0).all() and (table.best_error == 0).all()
+    assert_close(table.share_error, 25.0 * table.drafter_error / 0.5)
+    assert ceiling_table(scores, oracle.assign(target="other")).empty

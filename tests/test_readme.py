@@ -50,6 +50,11 @@ def test_the_korean_page_keeps_step_with_the_english_one():
     assert minutes == (re.search(r"약 (\d+)분", KOREAN)[1], re.search(r"# pytest.*\((\d+)분\)", KOREAN)[1])
 
 
-def test_numbers_of_the_korean_text_are_in_the_english_one():
-    numbers = set(re.findall(r"\d+(?:\.\d+)?", re.sub(r"[|].*", "", KOREAN)))
-    assert numbers <= set(re.findall(r"\d+(?:\.\d+)?", ENGLISH))
+def test_numbers_of_the_korean_text_are_those_of_the_english_one():
+    """Outside tables, and per cents of the results in the same order."""
+    texts = [re.sub(r"(?m)^[|].*", "", text) for text in (ENGLISH, KOREAN)]
+    english, korean = (set(re.findall(r"\d+(?:\.\d+)?", text)) for text in texts)
+    assert korean <= english
+    results = (re.search(start + r".*", text)[0] for start, text in zip(("Four branches", "브랜치 네 개"), texts, strict=True))
+    theirs, ours = (re.findall(r"(?<![\d.])\d+(?=[\d ,~to and]*%)", re.sub(r"\]\([^)]*\)", "", text)) for text in results)
+    assert theirs == ours and len(theirs) >= 8
