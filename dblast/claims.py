@@ -28,7 +28,7 @@ from dblast.estimates import (
 )
 from dblast.tables import SETTINGS_ORDER, Table, paper_gains, read_paper
 
-COLUMNS = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict", "seeds"]
+COLUMNS = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict", "seeds", "n"]
 
 #: How to read the verdicts, in a sentence.
 VERDICT_RULE = (
@@ -89,7 +89,7 @@ class _Target:
 
     def add(self, claim: str, paper: str, estimate: Estimate | Resampled) -> None:
         low, high = estimate.interval
-        values = [claim, self.name, paper, estimate.value, low, high, verdict(estimate), estimate.seeds]
+        values = [claim, self.name, paper, estimate.value, low, high, verdict(estimate), estimate.seeds, estimate.n]
         self.rows.append(dict(zip(COLUMNS, values, strict=True)))
 
 
@@ -194,7 +194,7 @@ def _figure1_claims(name: str, points: pd.DataFrame) -> list[dict]:
         claim = f"Dependent drafts gain most where the target is least decided: D_b < 0.2 minus the rest, {row.split} prompts (points)"
         estimate = Estimate(row.difference, row.standard_error, row.n, row.seeds)
         values = [claim.replace("held_out", "held-out"), name, f"{printed:.0f}", estimate.value, *estimate.interval]
-        rows.append(dict(zip(COLUMNS, [*values, verdict(estimate), row.seeds], strict=True)))
+        rows.append(dict(zip(COLUMNS, [*values, verdict(estimate), row.seeds, row.n], strict=True)))
     return rows
 
 
@@ -205,7 +205,7 @@ def claims_table(scores: pd.DataFrame, points: pd.DataFrame | None = None) -> pd
     (column ``seeds``), the seeds' noise is part of the interval; with one it is not known.
 
     Returns:
-        ``claim, target, paper, ours, ci_low, ci_high, verdict, seeds``; see :data:`VERDICT_RULE`.
+        ``claim, target, paper, ours, ci_low, ci_high, verdict, seeds, n`` (prompts); see :data:`VERDICT_RULE`.
     """
     rows = []
     for name in dict.fromkeys(scores.target):
@@ -231,7 +231,9 @@ def claims_display(claims: pd.DataFrame) -> Table:
 
     def cell(row) -> str:
         digits = 1 if row.claim.endswith(("(%)", "(points)")) else 2
-        return f"{row.ours:.{digits}f} [{row.ci_low:.{digits}f}, {row.ci_high:.{digits}f}] {_SHORT[row.verdict]}"
+        # Adding zero turns a rounded -0.0 into 0.0.
+        ours, low, high = (f"{round(x, digits) + 0.0:.{digits}f}" for x in (row.ours, row.ci_low, row.ci_high))
+        return f"{ours} [{low}, {high}] {_SHORT[row.verdict]}"
 
     cells = claims.assign(cell=[cell(row) for row in claims.itertuples()])
     columns = {name: part.set_index("claim").cell for name, part in cells.groupby("target", sort=False)}

@@ -128,7 +128,7 @@ TABLES: dict[str, Callable[[Plan], pd.DataFrame]] = {
     "rejections": collect_rejections,
 }
 #: Tables that the plan's diagnosis sizes determine; the others do not depend on them.
-DIAGNOSIS_TABLES = ("oracle", "figure1", "branches")
+DIAGNOSIS_TABLES = ("oracle", "figure1", "branches", "rejections")
 
 
 def plan_digest(plan: Plan, name: str) -> str:

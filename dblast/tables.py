@@ -46,7 +46,7 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{self.name}.{suffix}" for suffix in ("csv", "md", "tex")]
         self.rows.round(6).to_csv(paths[0], index=False)
-        text = self.display.reset_index().to_markdown(index=False)
+        text = self.display.reset_index().to_markdown(index=False, disable_numparse=True)
         paths[1].write_text(f"**{self.title}.** {self.caption}\n\n{text}\n", encoding="utf-8")
         latex = self.display.to_latex(escape=True, caption=f"{self.title}. {self.caption}", label=f"tab:{self.name}")
         paths[2].write_text(latex, encoding="utf-8")

@@ -242,3 +242,9 @@ def test_claims_side_by_side_keep_every_number_and_verdict(scores):
         assert word == words[row.verdict] and table.display.paper[row.claim] == row.paper
     # The other target trained no ablations.
     assert (table.display.other == "").sum() == sum("diminish" in c or "AL loss" in c for c in table.display.index) > 0
+
+
+def test_a_rounded_zero_has_no_sign(scores):
+    rows = claims_table(scores).head(2).assign(ours=-0.001, ci_low=-0.04, ci_high=0.0)
+    assert claims_display(rows).display.toy.str.startswith(("-0.00 ", "-0.0 ")).sum() == 0
+    assert "-0.04" in claims_display(rows).display.toy.iloc[0]
