@@ -78,10 +78,10 @@ def _pick(rows, setting, k, loss):
     return rows[rows.construction == "all_prefixes"]
 
 
-def test_columns_are_the_required_ones_and_then_the_seeds(scores, table):
+def test_columns_are_the_required_ones_then_the_seeds_and_the_prompts(scores, table):
     required = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict"]
-    assert COLUMNS == [*required, "seeds"] and claims_table(scores).columns.tolist() == COLUMNS
-    assert pd.api.types.is_integer_dtype(table.seeds)
+    assert COLUMNS == [*required, "seeds", "n"] and claims_table(scores).columns.tolist() == COLUMNS
+    assert pd.api.types.is_integer_dtype(table.seeds) and (table.n > 1).all()
     assert table.index.is_unique and table.drop(columns="paper").notna().all(axis=None)
     assert ((table.ci_low <= table.ours) & (table.ours <= table.ci_high)).all()
 
@@ -238,7 +238,8 @@ def test_claims_side_by_side_keep_every_number_and_verdict(scores):
     for row in rows.itertuples():
         value, low, high, word = table.display.loc[row.claim, row.target].replace("[", "").replace("]", "").replace(",", "").split()
         digits = 2 if "(tokens)" in row.claim or "best Z_T" in row.claim else 1
-        assert (value, low, high) == tuple(f"{x:.{digits}f}" for x in (row.ours, row.ci_low, row.ci_high))
+        assert [float(x) for x in (value, low, high)] == [round(x, digits) for x in (row.ours, row.ci_low, row.ci_high)]
+        assert {len(x.split(".")[1]) for x in (value, low, high)} == {digits}
         assert word == words[row.verdict] and table.display.paper[row.claim] == row.paper
     # The other target trained no ablations.
     assert (table.display.other == "").sum() == sum("diminish" in c or "AL loss" in c for c in table.display.index) > 0
