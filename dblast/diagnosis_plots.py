@@ -140,8 +140,14 @@ def _bin_axis(axes, middle: pd.Series, counts: pd.Series, gains: pd.Series, tops
     axes.set(xlim=(0, 1), ylim=(0, max(tops) * 1.3), xlabel="early determinism $D_b$")
 
 
+#: Positions that a smaller share of the blocks reaches are not drawn: a ratio over a handful of blocks, errors included, says nothing.
+LEAST_REACHED = 0.01
+
+
 def rejections_figure(summary: pd.DataFrame, target: str) -> Figure:
     """Conditional acceptance by position (top) and what ends a block (bottom), one column a setting.
+
+    Above, only positions that at least :data:`LEAST_REACHED` of the blocks reach.
 
     Args:
         summary: from :func:`dblast.rejections.summarise_rejections` by target, setting and method.
@@ -156,6 +162,7 @@ def rejections_figure(summary: pd.DataFrame, target: str) -> Figure:
         top, bottom = grid[:, column]
         for marker, method in zip(_MARKERS, methods, strict=False):
             part = rows[(rows.setting == setting) & (rows.method == method)].sort_values("position")
+            part = part[part.reached >= LEAST_REACHED]
             top.errorbar(
                 part.position,
                 part.conditional_acceptance,

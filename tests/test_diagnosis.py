@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 import torch
@@ -28,8 +29,10 @@ from dblast.diagnosis import (
     mismatch_table,
     proposal_names,
 )
+from dblast.diagnosis_plots import rejections_figure
 from dblast.diagnosis_tables import ceiling_table
 from dblast.errors import DBlastError
+from dblast.rejections import CAUSES
 from dblast.verifier import greedy_branch_distribution, soft_distribution
 from tests.helpers import (
     all_blocks,
@@ -452,3 +455,14 @@ def test_the_ceiling_is_beside_the_drafter_anchor_by_anchor():
     assert (table.drafter_error > 0).all() and (table.best_error == 0).all()
     assert_close(table.share_error, 25.0 * table.drafter_error / 0.5)
     assert ceiling_table(scores, oracle.assign(target="other")).empty
+
+
+def test_positions_that_hardly_any_block_reaches_are_not_drawn():
+    names = {"target": "toy", "setting": "high", "method": "DFlash", "standard_error": 0.1, "n": 9, "accepted": 0.1}
+    causes = dict.fromkeys(CAUSES, 0.1)
+    rows = pd.DataFrame(
+        [names | causes | {"position": i + 1, "reached": r, "conditional_acceptance": 0.5} for i, r in enumerate([1.0, 0.01, 0.009])]
+    )
+    figure = rejections_figure(rows, "toy")
+    assert figure.axes[0].containers[0].lines[0].get_xdata().tolist() == [1, 2]
+    plt.close(figure)
