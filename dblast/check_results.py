@@ -197,7 +197,7 @@ def result_cells(tables: dict[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.Data
     """All cells of one target, and its claims.
 
     Args:
-        tables: result tables by name, :data:`CHECKED`; "target" for a target that was trained here.
+        tables: result tables by name, of :data:`CHECKED`; what is not there has no cells, but scores must be.
 
     Returns:
         ``KEYS, value, error, n``: numbers, standard errors (zero: exact; NaN: none that can be used) and
@@ -207,25 +207,28 @@ def result_cells(tables: dict[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.Data
     label = "{method}, K = {K}, {loss}, {construction}, {setting}, {task}, seeds {seed}"
     cells = [_cells(lengths, "scores", "accepted length", label, "accepted_length", "standard_error", "n")]
 
-    bins = determinism_bins(tables["figure1"])
-    label = "{split}, D_b {bin_low:.1f} to {bin_high:.1f}"
-    quantities = {"dflash": "DFlash", "dblast": "DBlast", "gain": "gain (%)"}
-    cells += [_cells(bins, "figure1", quantities[q], label, q, f"{q}_error", "prompts") for q in quantities]
-
-    oracle = oracle_summary(tables["oracle"])
-    label = "{proposal}, {setting}"
-    cells.append(_cells(oracle, "oracle", "accepted length", label, "accepted_length", "standard_error", "n"))
-    cells += _rejection_cells(tables["rejections"])
+    if "figure1" in tables:
+        bins = determinism_bins(tables["figure1"])
+        label = "{split}, D_b {bin_low:.1f} to {bin_high:.1f}"
+        quantities = {"dflash": "DFlash", "dblast": "DBlast", "gain": "gain (%)"}
+        cells += [_cells(bins, "figure1", quantities[q], label, q, f"{q}_error", "prompts") for q in quantities]
+    if "oracle" in tables:
+        oracle = oracle_summary(tables["oracle"])
+        label = "{proposal}, {setting}"
+        cells.append(_cells(oracle, "oracle", "accepted length", label, "accepted_length", "standard_error", "n"))
+    if "rejections" in tables:
+        cells += _rejection_cells(tables["rejections"])
     if "target" in tables:
         # It has no error of its own: that of the language's entropy on as many documents.
         names = {"target": lengths.target.iloc[0], "error": synthetic.entropy_per_token(HELD_OUT_DOCUMENTS)[1]}
         end = tables["target"].tail(1).assign(**names, n=HELD_OUT_DOCUMENTS)
         cells.append(_cells(end, "target", "held-out loss", "nats per token", "held_out_loss", "error", "n"))
-    counts = tables["parameters"].assign(table="parameters", error=0.0, n=np.nan)
-    counts = counts.assign(cell=counts.K.map("K = {}".format))
-    for name in ("added_parameters", "drafter_parameters"):
-        cells.append(counts.assign(quantity=name.replace("_", " "), value=counts[name])[[*KEYS, "value", "error", "n"]])
-    claims = claims_table(tables["scores"], tables["figure1"])
+    if "parameters" in tables:
+        counts = tables["parameters"].assign(table="parameters", error=0.0, n=np.nan)
+        counts = counts.assign(cell=counts.K.map("K = {}".format))
+        for name in ("added_parameters", "drafter_parameters"):
+            cells.append(counts.assign(quantity=name.replace("_", " "), value=counts[name])[[*KEYS, "value", "error", "n"]])
+    claims = claims_table(tables["scores"], tables.get("figure1"))
     return pd.concat([*cells, _claim_cells(claims)], ignore_index=True), claims
 
 
@@ -290,8 +293,12 @@ def _line(row) -> str:
 # -- files --------------------------------------------------------------------------------------
 
 
-def read_tables(folder: Path, plan: Plan, remedy: str) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:
+def read_tables(
+    folder: Path, plan: Plan, remedy: str, names: Sequence[str] = CHECKED
+) -> tuple[dict[str, pd.DataFrame], dict[str, str]]:
     """The checked tables of one target in a folder of results, and their SHA-256, by name.
+
+    "target" is left out for a target that was not trained here.
 
     Raises:
         ArtefactError: a table is missing, damaged or made by another plan; ``remedy`` is what to do.
@@ -301,7 +308,7 @@ def read_tables(folder: Path, plan: Plan, remedy: str) -> tuple[dict[str, pd.Dat
     except (OSError, ValueError) as error:
         raise ArtefactError(f"{folder / 'provenance.json'} is missing or damaged; {remedy}") from error
     tables, sums = {}, {}
-    for name in _checked(plan):
+    for name in _of_plan(names, plan):
         path = folder / f"{plan.label}-{name}.parquet"
         if not path.exists():
             raise ArtefactError(f"{path} is missing; {remedy}")
@@ -315,8 +322,13 @@ def read_tables(folder: Path, plan: Plan, remedy: str) -> tuple[dict[str, pd.Dat
     return tables, sums
 
 
-def _checked(plan: Plan) -> list[str]:
-    return [name for name in CHECKED if name != "target" or plan.tiny is not None]
+def _of_plan(names: Sequence[str], plan: Plan) -> list[str]:
+    return [name for name in names if name != "target" or plan.tiny is not None]
+
+
+def _checked(profile: Profile) -> tuple[str, ...]:
+    """The tables that a profile's notebooks make: without 01 to 05, scores alone."""
+    return CHECKED if "01" in profile.notebooks else ("scores",)
 
 
 def _remedy(command: str, profile: Profile) -> str:
@@ -327,8 +339,8 @@ def check(kept_folder: Path, new_folder: Path, profile: Profile) -> Report:
     """Compare two folders of result tables of one profile, e.g. ``data/results/cpu`` and a rerun's; errors as above."""
     made = []
     for plan in profile.plans:
-        kept, kept_sums = read_tables(kept_folder, plan, _remedy("reproduce", profile))
-        new, new_sums = read_tables(new_folder, plan, _remedy("check-results", profile))
+        kept, kept_sums = read_tables(kept_folder, plan, _remedy("reproduce", profile), _checked(profile))
+        new, new_sums = read_tables(new_folder, plan, _remedy("check-results", profile), _checked(profile))
         cells = result_cells(kept)
         # The same files have the same cells.
         made.append((*cells, *(cells if new_sums == kept_sums else result_cells(new))))
@@ -343,7 +355,7 @@ def rerun(profile: Profile, folder: Path) -> None:
     folder.mkdir(parents=True)
     record = {}
     for plan in profile.plans:
-        for name in _checked(plan):
+        for name in _of_plan(_checked(profile), plan):
             began = time.monotonic()
             path = folder / f"{plan.label}-{name}.parquet"
             TABLES[name](plan).to_parquet(path, index=False, compression="zstd")
@@ -373,7 +385,7 @@ def check_results(profile_name: str, *, fresh: bool = False, compare_only: bool 
     profile = get_profile(profile_name)
     for plan in profile.plans:
         plan.check()
-        read_tables(results_folder(profile.name), plan, _remedy("reproduce", profile))
+        read_tables(results_folder(profile.name), plan, _remedy("reproduce", profile), _checked(profile))
     folder = RUNS / f"check-{profile.name}"
     if not compare_only:
         if "smollm2" in {plan.target for plan in profile.plans}:

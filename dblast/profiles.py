@@ -238,11 +238,17 @@ class Plan:
 
 @dataclass(frozen=True)
 class Profile:
-    """A named set of plans; ``minutes`` is how long a run took on two cores (None: not measured)."""
+    """A named set of plans.
+
+    Attributes:
+        minutes: how long a run took on two cores (None: not measured).
+        notebooks: the numbers of those that a batch run executes.
+    """
 
     name: str
     plans: tuple[Plan, ...]
     minutes: float | None = None
+    notebooks: tuple[str, ...] = ("01", "02", "03", "04", "05")
     notes: str = field(default="", compare=False)
 
     def plan(self, label: str) -> Plan:

@@ -58,10 +58,11 @@ def build_report(profile: str, output: Path | None = None) -> Path:
     """Write the report of a profile's last run, by default to ``figures/<profile>/report.html``; returns its path.
 
     Raises:
-        DBlastError: unknown profile, a missing or unreadable input, or a page above :data:`LIMIT` bytes
+        DBlastError: unknown profile or one that makes no table of claims, a missing or unreadable input, or a page above :data:`LIMIT` bytes
             (the page of an earlier call is then left as it was).
     """
-    get_profile(profile)
+    if "05" not in get_profile(profile).notebooks:
+        raise DBlastError(f"profile {profile!r} makes no table of claims, with which a report begins; take another, such as cpu")
     target = FIGURES / profile / "report.html" if output is None else Path(output)
     if target.is_dir():
         raise DBlastError(f"{target} is a folder; give the report a file name")
@@ -303,7 +304,9 @@ _CLEANER = SanitizeHTML(
 
 def _notebooks(profile: str, views: Views) -> list[Part]:
     """The batch run's notebooks as executed, collapsed: its copy, or the committed one where the run has none."""
-    paths = {path.name: path for folder in (NOTEBOOKS, RUNS / profile) for path in folder.glob("0[1-9]_*.ipynb")}
+    numbers = get_profile(profile).notebooks
+    found = (path for folder in (NOTEBOOKS, RUNS / profile) for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")))
+    paths = {path.name: path for path in found if path.name[:2] in numbers}
     if not paths:
         raise _missing(f"runs/{profile}/01_*.ipynb", profile)
     parts = []

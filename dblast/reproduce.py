@@ -17,12 +17,12 @@ from dblast.progress import relay
 from dblast.targets import fetch_smollm2
 
 
-def notebook_paths(only: str | None = None) -> list[Path]:
-    """The numbered notebooks in order, or those whose name starts with ``only``; 00, a tour, makes nothing."""
-    paths = sorted(NOTEBOOKS.glob("0[1-9]_*.ipynb"))
+def notebook_paths(profile: Profile, only: str | None = None) -> list[Path]:
+    """The profile's notebooks in order, or those whose name starts with ``only``; 00, a tour, makes nothing."""
+    paths = [path for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")) if path.name[:2] in profile.notebooks]
     chosen = [path for path in paths if path.name.startswith(only or "")]
     if not chosen:
-        raise DBlastError(f"no notebook starts with {only!r}; there are {', '.join(p.stem for p in paths)}")
+        raise DBlastError(f"no notebook of profile {profile.name!r} starts with {only!r}; there are {', '.join(p.stem for p in paths)}")
     return chosen
 
 
@@ -69,7 +69,7 @@ def reproduce(
     for plan in profile.plans:
         plan.check()
     values = {"profile": profile.name, "recompute": True} | parse_parameters(parameters or [])
-    paths = notebook_paths(only)
+    paths = notebook_paths(profile, only)
     for path in paths:
         check_parameters(path, values)
     if any(plan.target == "smollm2" for plan in profile.plans):

@@ -348,6 +348,18 @@ def test_every_kind_of_cell_is_there(kept, same):
     assert (same.cells.note == "no error on either side").mean() < 0.1
 
 
+def test_a_profile_without_the_paper_s_notebooks_is_checked_by_its_scores(kept, same, tmp_path):
+    scores_only = replace(CPU, notebooks=("06",))
+    for path in kept.glob("*"):
+        if "scores" in path.name or path.suffix == ".json":
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    report = check(tmp_path, tmp_path, scores_only)
+    assert set(report.cells.table) == {"scores", "claims"} and report.status == 0
+    assert (report.cells.table == "scores").sum() == (same.cells.table == "scores").sum()
+    with pytest.raises(ArtefactError, match="is missing"):
+        check(tmp_path, tmp_path, CPU)
+
+
 def test_cells_hold_the_numbers_and_errors_of_the_tables(kept):
     tables, _ = module.read_tables(kept, CPU.plan("smollm2"), "")
     cells, _ = module.result_cells(tables)

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from dblast.paths import FIGURES, NOTEBOOKS, ROOT
-from dblast.profiles import PROFILES
+from dblast.profiles import PROFILES, get_profile
 from dblast.reproduce import notebook_paths
 from dblast.results import TABLES, plan_digest, read_provenance, results_folder
 from dblast.targets import sha256_file
@@ -51,10 +51,10 @@ def test_environment_repeats_the_pins_of_the_direct_dependencies():
     assert {canonicalize_name(n): v for n, v in (line.split("==") for line in pip[2:])} == expected
 
 
-def test_a_tour_and_five_numbered_notebooks():
+def test_a_tour_and_numbered_notebooks_each_in_its_profile():
     assert [path.name[:2] for path in NOTEBOOK_FILES] == ["00", "01", "02", "03", "04", "05"]
     # The tour makes no figure or table: a batch run leaves it out.
-    assert notebook_paths() == NOTEBOOK_FILES[1:]
+    assert notebook_paths(get_profile("cpu")) == notebook_paths(get_profile("smoke")) == NOTEBOOK_FILES[1:]
 
 
 @pytest.mark.parametrize("path", NOTEBOOK_FILES, ids=lambda path: path.stem)
@@ -139,7 +139,7 @@ def _dblast(*arguments):
         (["reproduce", "--profile", "smoke", "-p", "recompute=3"], "is of type bool, got 3"),
         (["train", "--layers", "0"], "draft layers must be at least 1"),
         (["train", "--mask-token-id", "5"], "is for loaded targets"),
-        (["reproduce", "--profile", "smoke", "--only", "09"], "no notebook starts with '09'"),
+        (["reproduce", "--profile", "smoke", "--only", "09"], "no notebook of profile 'smoke' starts with '09'"),
         (["train", "--target", "nope"], "no target 'nope'"),
         (["train", "--loss", "nope"], "unknown loss 'nope'"),
         (["train", "--tasks", "poems"], "unknown task 'poems'"),
