@@ -44,6 +44,8 @@ MAIN = (Variant(1, "NLL"), Variant(1, "AL"), Variant(4, "NLL"), Variant(4, "AL")
 FIGURE1 = (Variant(1, "NLL"), Variant(4, "AL"))
 #: What Table 3 adds to them.
 CATEGORY_ABLATION = (Variant(2, "NLL"), Variant(2, "AL"), Variant(8, "NLL"), Variant(8, "AL"))
+#: Losses that notebook 06 puts beside the paper's two, on the same start, data and steps.
+OTHER_LOSSES = ("CE", "TRUNC", "EAL", "DPACE", "FOCAL", "CHAIN", "L2R", "TV", "NLA", "LK", "KD")
 #: What Table 4 adds to them.
 CONSTRUCTION_ABLATION = tuple(
     Variant(k, "AL", construction) for k in (1, 4) for construction in ("whole_block", "one_prefix")
@@ -387,6 +389,14 @@ PROFILES: dict[str, Profile] = {
         minutes=5.5,
     ),
     "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=44),
+    "losses": Profile(
+        "losses",
+        tuple(
+            replace(plan, variants=MAIN + tuple(Variant(k, loss) for loss in OTHER_LOSSES for k in (1, 4)), seeds=(0,))
+            for plan in (TINY, SMOLLM2)
+        ),
+        notebooks=("06",),
+    ),
     "qwen3-4b": Profile("qwen3-4b", (_qwen3("4B"),)),
     "qwen3-8b": Profile("qwen3-8b", (_qwen3("8B"),)),
 }

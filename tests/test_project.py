@@ -52,9 +52,10 @@ def test_environment_repeats_the_pins_of_the_direct_dependencies():
 
 
 def test_a_tour_and_numbered_notebooks_each_in_its_profile():
-    assert [path.name[:2] for path in NOTEBOOK_FILES] == ["00", "01", "02", "03", "04", "05"]
+    assert [path.name[:2] for path in NOTEBOOK_FILES] == ["00", "01", "02", "03", "04", "05", "06"]
     # The tour makes no figure or table: a batch run leaves it out.
-    assert notebook_paths(get_profile("cpu")) == notebook_paths(get_profile("smoke")) == NOTEBOOK_FILES[1:]
+    assert notebook_paths(get_profile("cpu")) == notebook_paths(get_profile("smoke")) == NOTEBOOK_FILES[1:6]
+    assert notebook_paths(get_profile("losses")) == NOTEBOOK_FILES[6:]
 
 
 @pytest.mark.parametrize("path", NOTEBOOK_FILES, ids=lambda path: path.stem)

@@ -268,5 +268,7 @@ def test_a_page_above_the_limit_is_refused_and_its_largest_parts_are_named(proje
 def test_other_mistakes_are_refused(project):
     with pytest.raises(DBlastError, match="unknown profile '../smoke'"):
         report.build_report("../smoke")
+    with pytest.raises(DBlastError, match="profile 'losses' makes no table of claims"):
+        report.build_report("losses")
     with pytest.raises(DBlastError, match="is a folder; give the report a file name"):
         report.build_report("smoke", project)
