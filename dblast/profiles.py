@@ -392,7 +392,7 @@ PROFILES: dict[str, Profile] = {
     "losses": Profile(
         "losses",
         tuple(
-            replace(plan, variants=MAIN + tuple(Variant(k, loss) for loss in OTHER_LOSSES for k in (1, 4)), seeds=(0,))
+            replace(plan, variants=MAIN + tuple(Variant(k, loss) for loss in OTHER_LOSSES for k in (1, 4)))
             for plan in (TINY, SMOLLM2)
         ),
         notebooks=("06",),
