@@ -17,7 +17,7 @@ import typer
 from dblast.errors import DBlastError
 
 if TYPE_CHECKING:
-    from dblast.profiles import Plan
+    from dblast.plans import Plan
 
 app = typer.Typer(
     add_completion=False,

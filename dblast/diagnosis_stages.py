@@ -25,7 +25,7 @@ from dblast.experiments import (
 )
 from dblast.oracle import oracle_table
 from dblast.plan_prompts import calibration_ids
-from dblast.profiles import FIGURE1, MAIN, Plan, Variant
+from dblast.plans import FIGURE1, MAIN, Plan, Variant
 from dblast.rejections import score_rejections
 from dblast.sampling import get_setting
 from dblast.stages import Stage

@@ -26,7 +26,7 @@ from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.initialise import add_categories, start_drafter
 from dblast.plan_prompts import calibration_ids, evaluation_prompts, prompt_spec, training_prompt_ids
-from dblast.profiles import Plan, Variant
+from dblast.plans import Plan, Variant
 from dblast.progress import progress, quiet_loading, silence_worker
 from dblast.sampling import get_setting
 from dblast.scoring import score

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dblast.errors import DBlastError
-from dblast.profiles import Plan
+from dblast.plans import Plan
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from dblast.experiments import (
     pretrain_stage,
 )
 from dblast.plan_prompts import calibration_ids
-from dblast.profiles import Plan
+from dblast.plans import Plan
 from dblast.scoring import score
 
 

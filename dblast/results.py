@@ -34,7 +34,7 @@ from dblast.experiments import (
 )
 from dblast.initialise import add_categories
 from dblast.paths import RESULTS, ROOT
-from dblast.profiles import Plan, Profile
+from dblast.plans import Plan, Profile
 from dblast.stages import digest
 from dblast.targets import sha256_file
 

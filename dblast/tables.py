@@ -22,7 +22,7 @@ from dblast.estimates import (
 )
 from dblast.paper_shapes import parameters_at_paper_scale
 from dblast.paths import FIGURES, PAPER
-from dblast.profiles import Plan, Profile
+from dblast.plans import Plan, Profile
 
 #: Pre-training objectives in words.
 OBJECTIVE_NAMES = {"CE": "decayed cross-entropy", "KD": "distillation"}
