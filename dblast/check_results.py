@@ -29,11 +29,13 @@ from dblast.determinism import determinism_bins
 from dblast.diagnosis_tables import oracle_summary
 from dblast.errors import ArtefactError, DBlastError
 from dblast.estimates import accepted_length_rows, held_out_at_chosen
+from dblast.online import online_rows
 from dblast.paths import RUNS, use_empty_cache
 from dblast.profiles import Plan, Profile, get_profile
 from dblast.rejections import CAUSES, summarise_rejections
 from dblast.replay import ratio_with_influence, standard_error
 from dblast.results import TABLES, plan_digest, results_folder
+from dblast.tables import METHODS
 from dblast.targets import fetch_smollm2, sha256_file
 
 #: Chance that any cell of an unchanged result is called moved beyond its error.
@@ -46,7 +48,7 @@ FEW = 10
 HELD_OUT_DOCUMENTS = 128
 
 #: Result tables that cells are made of.
-CHECKED = ("scores", "parameters", "oracle", "figure1", "rejections", "target")
+CHECKED = ("scores", "parameters", "oracle", "figure1", "rejections", "online", "target")
 #: Columns that name a cell.
 KEYS = ["table", "quantity", "target", "cell"]
 
@@ -218,6 +220,9 @@ def result_cells(tables: dict[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.Data
         cells.append(_cells(oracle, "oracle", "accepted length", label, "accepted_length", "standard_error", "n"))
     if "rejections" in tables:
         cells += _rejection_cells(tables["rejections"])
+    if "online" in tables:
+        decoded = online_rows(tables["online"])
+        cells.append(_cells(decoded, "online", "accepted length", "{method}, {setting}", "online", "online_error", "n"))
     if "target" in tables:
         # It has no error of its own: that of the language's entropy on as many documents.
         names = {"target": lengths.target.iloc[0], "error": synthetic.entropy_per_token(HELD_OUT_DOCUMENTS)[1]}
@@ -228,7 +233,9 @@ def result_cells(tables: dict[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.Data
         counts = counts.assign(cell=counts.K.map("K = {}".format))
         for name in ("added_parameters", "drafter_parameters"):
             cells.append(counts.assign(quantity=name.replace("_", " "), value=counts[name])[[*KEYS, "value", "error", "n"]])
-    claims = claims_table(tables["scores"], tables.get("figure1"))
+    # A sweep of the AL loss alone has no claims.
+    methods = set(tables["scores"].method)
+    claims = claims_table(tables["scores"] if set(METHODS) <= methods else tables["scores"][:0], tables.get("figure1"))
     return pd.concat([*cells, _claim_cells(claims)], ignore_index=True), claims
 
 

@@ -13,11 +13,10 @@ from collections.abc import Callable
 import numpy as np
 import pandas as pd
 
+from dblast.bootstrap import Resampled, best_category_temperature_shift
 from dblast.determinism import gain_by_determinism
 from dblast.estimates import (
     Estimate,
-    Resampled,
-    best_category_temperature_shift,
     combination,
     common_seeds,
     difference,

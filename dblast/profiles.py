@@ -122,10 +122,13 @@ def _qwen3(size: str) -> Plan:
 SWEPT_TAU = (0.0, 0.01, 0.03, 0.3, 1.0)
 SWEPT_BLOCK_LENGTHS = (3, 11, 15)
 SWEPT_TRAINING_SETTING = "low"
+#: The plan of SmolLM2 with the variants of Tables 3 and 4.
+ABLATIONS = "smollm2-ablations"
 
 
 def _sweeps() -> tuple[Plan, ...]:
-    """Plans that differ from Table 2's in one value each; the drafters they start from are pre-trained as ever."""
+    """Plans that differ from Table 2's in one value each (the drafters they start from are pre-trained as ever), and
+    SmolLM2's ablations."""
     tiny = replace(TINY, variants=MAIN)
     smollm2 = replace(SMOLLM2, variants=MAIN)
     taus = (
@@ -149,7 +152,11 @@ def _sweeps() -> tuple[Plan, ...]:
         )
         for plan in (tiny, smollm2)
     )
-    return (tiny, *taus, *lengths, smollm2, *trained)
+    # Tables 3 and 4 of the real target; one seed, since eight more variants of three would take half an hour.
+    ablations = replace(
+        SMOLLM2, label=ABLATIONS, variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION, seeds=SMOLLM2.seeds[:1]
+    )
+    return (tiny, *taus, *lengths, smollm2, *trained, ablations)
 
 
 PROFILES: dict[str, Profile] = {

@@ -33,6 +33,7 @@ from dblast.experiments import (
     variant_stage,
 )
 from dblast.initialise import add_categories
+from dblast.online import collect_online
 from dblast.paths import RESULTS, ROOT
 from dblast.plans import Plan, Profile
 from dblast.stages import digest
@@ -126,6 +127,7 @@ TABLES: dict[str, Callable[[Plan], pd.DataFrame]] = {
     "figure1": collect_figure1,
     "branches": collect_branches,
     "rejections": collect_rejections,
+    "online": collect_online,
 }
 #: Tables that the plan's diagnosis sizes determine; the others do not depend on them.
 DIAGNOSIS_TABLES = ("oracle", "figure1", "branches", "rejections")

@@ -226,3 +226,14 @@ def with_verdicts(rows: pd.DataFrame, column: str = "over_base") -> pd.DataFrame
     kept["ci_low"], kept["ci_high"] = kept[column] - half, kept[column] + half
     kept["verdict"] = np.select([kept.ci_low > 0, kept.ci_high < 0], ["better", "worse"], "undecided")
     return kept
+
+
+def verdict_counts(told: pd.DataFrame, column: str) -> pd.DataFrame:
+    """How many comparisons of every value came out better, undecided and worse.
+
+    Args:
+        told: from :func:`with_verdicts`.
+        column: the swept value's.
+    """
+    counts = told.groupby([column, "verdict"]).size().unstack("verdict", fill_value=0)
+    return counts.reindex(columns=["better", "undecided", "worse"], fill_value=0).rename_axis(columns=None)

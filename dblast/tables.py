@@ -6,8 +6,10 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from dblast.bootstrap import Resampled, bootstrap_gain
 from dblast.errors import DBlastError
 from dblast.estimates import (
     Estimate,
@@ -73,6 +75,34 @@ def per_cent(estimate: Estimate) -> str:
     return f"{estimate.value:+.1f} ± {estimate.standard_error:.1f} %"
 
 
+def bracketed(interval: Resampled) -> str:
+    """A gain in per cent with its bootstrap interval; a dash where there is none."""
+    if math.isnan(interval.value):
+        return "–"
+    return f"{interval.value:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
+
+
+def gain_spread(ours: pd.DataFrame, base: pd.DataFrame) -> float:
+    """Standard deviation over training seeds of the macro-averaged gain in per cent; NaN for one seed in common."""
+    ours, base = common_seeds(ours, base)
+    seeds = sorted(set(ours.seed))
+    values = [gain(ours[ours.seed == seed], base[base.seed == seed], macro=True).value for seed in seeds]
+    return float(np.std(values, ddof=1)) if len(seeds) > 1 else float("nan")
+
+
+def _gain_cells(ours: pd.DataFrame, base: pd.DataFrame, name: str) -> dict[str, str]:
+    """A gain with its paired bootstrap interval over prompts, and apart from it its spread over training seeds."""
+    spread = gain_spread(ours, base)
+    cells = {name: bracketed(bootstrap_gain(*common_seeds(ours, base), macro=True))}
+    return cells | {f"{name}: seed spread": "one seed" if math.isnan(spread) else f"{spread:.1f}"}
+
+
+#: What the brackets of tables 2 to 4 are.
+BRACKETS = (
+    "gains in % with 95 % intervals over prompts (paired bootstrap), and beside them their standard deviation over training seeds"
+)
+
+
 def paired_gain(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
     """Macro-averaged gain on the seeds both have, paired by prompt, with the noise of training seeds."""
     return with_seed_noise(gain, *common_seeds(ours, base), macro=True)
@@ -89,8 +119,12 @@ def main_variants(scores: pd.DataFrame) -> pd.DataFrame:
     return rows[rows.K.isin([1, 4]) & (rows.construction == "all_prefixes")]
 
 
-def table2(scores: pd.DataFrame, target: str) -> Table:
-    """Table 2: four variants by task and setting, gain over DFlash in per cent with paired errors."""
+def table2(scores: pd.DataFrame, target: str, footnote: str = "") -> Table:
+    """Table 2: four variants by task and setting, gain over DFlash in per cent with paired intervals.
+
+    Args:
+        footnote: ends the caption, e.g. :func:`dblast.online.online_footnote`.
+    """
     chosen = main_variants(scores[scores.target == target])
     rows = accepted_length_rows(chosen)
     lines = []
@@ -102,19 +136,24 @@ def table2(scores: pd.DataFrame, target: str) -> Table:
             for task, part in ours.groupby("task", observed=True):
                 line[task] = f"{accepted_length(part).value:.2f}"
             line["average"] = plus_minus(accepted_length(ours, macro=True))
-            line["gain"] = "" if method == "DFlash" else per_cent(paired_gain(ours, base))
+            spread = seed_spread(ours, macro=True)
+            line["seed spread"] = "one seed" if math.isnan(spread) else f"{spread:.3f}"
+            if method != "DFlash":
+                line |= _gain_cells(ours, base, "gain (%)")
             temperature = ours.category_temperature.iloc[0]
             line["Z_T"] = "" if math.isnan(temperature) else f"{temperature:.1f}"
-            line["seed spread"] = f"{seed_spread(ours, macro=True):.3f}" if ours.seed.nunique() > 1 else "one seed"
             lines.append(line)
     n = chosen.prompt_id.nunique()
     return Table(
         f"table2_{target}",
         f"Table 2 ({target})",
         f"Accepted length without bonus token, held-out prompts (n = {n}), {chosen.seed.nunique()} training seed(s); "
-        "± one standard error: over prompts for lengths, over prompts (paired) and training seeds for gains.",
+        f"± one standard error over prompts; {BRACKETS}. {footnote}".strip(),
         rows,
-        pd.DataFrame(lines).set_index(["determinism", "method"]),
+        # The first line has no gain, which would put those columns last.
+        pd.DataFrame(lines).fillna("").set_index(["determinism", "method"])[
+            [*sorted(set(chosen.task)), "average", "seed spread", "gain (%)", "gain (%): seed spread", "Z_T"]
+        ],
     )
 
 
@@ -150,6 +189,11 @@ def paper_gains() -> pd.DataFrame:
     return gains.drop(columns="DFlash").reset_index().melt(["target", "setting"], var_name="method", value_name="gain")
 
 
+def _gains_before_paper(gains: str) -> list[str]:
+    """Column order of tables 3 and 4, whose first line has no gain either."""
+    return ["accepted length", gains, f"{gains}: seed spread", "paper", "paper gain"]
+
+
 def _chosen_low(scores: pd.DataFrame, target: str) -> pd.DataFrame:
     rows = held_out_at_chosen(scores[scores.target == target])
     return rows[rows.setting == "low"]
@@ -171,7 +215,7 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
                     "loss": loss,
                     "K": k,
                     "accepted length": plus_minus(accepted_length(ours, macro=True)),
-                    "gain over K = 1": "" if k == 1 else per_cent(paired_gain(ours, base)),
+                    **({} if k == 1 else _gain_cells(ours, base, "gain over K = 1 (%)")),
                     "paper": f"{printed[k]:.2f}",
                     "paper gain": "" if k == 1 else f"{100 * (printed[k] / printed[1] - 1):+.1f} %",
                 }
@@ -180,9 +224,10 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
         f"table3_{target}",
         f"Table 3 ({target})",
         f"Accepted length by number of categories, low determinism, held-out prompts (n = {rows.prompt_id.nunique()}), "
-        f"{rows.seed.nunique()} seed(s), Z_T chosen on the calibration split; paper: Qwen3-4B.",
+        f"{rows.seed.nunique()} training seed(s), Z_T chosen on the calibration split; ± one standard error over prompts; {BRACKETS}; "
+        "paper: Qwen3-4B.",
         accepted_length_rows(rows),
-        pd.DataFrame(lines).set_index(["loss", "K"]),
+        pd.DataFrame(lines).fillna("").set_index(["loss", "K"])[_gains_before_paper("gain over K = 1 (%)")],
     )
 
 
@@ -203,7 +248,7 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
                     "K": k,
                     "construction": construction.replace("_", " "),
                     "accepted length": plus_minus(accepted_length(ours, macro=True)),
-                    "gain over whole block": "" if whole else per_cent(paired_gain(ours, base)),
+                    **({} if whole else _gain_cells(ours, base, "gain over whole block (%)")),
                     "paper": f"{paper[k, construction]:.2f}",
                     "paper gain": "" if whole else f"{100 * (paper[k, construction] / paper[k, 'whole_block'] - 1):+.1f} %",
                 }
@@ -212,9 +257,10 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
         f"table4_{target}",
         f"Table 4 ({target})",
         f"Accepted length by construction of the AL loss, low determinism, Z_T = {category_temperature}, held-out prompts "
-        f"(n = {rows.prompt_id.nunique()}), {rows.seed.nunique()} seed(s); paper: Qwen3-8B on GSM8K.",
+        f"(n = {rows.prompt_id.nunique()}), {rows.seed.nunique()} training seed(s); ± one standard error over prompts; {BRACKETS}; "
+        "paper: Qwen3-8B on GSM8K.",
         accepted_length_rows(rows),
-        pd.DataFrame(lines).set_index(["K", "construction"]),
+        pd.DataFrame(lines).fillna("").set_index(["K", "construction"])[_gains_before_paper("gain over whole block (%)")],
     )
 
 
@@ -273,6 +319,9 @@ def configuration_rows(plan: Plan) -> dict[str, str]:
         "Figure 1 training data": f"{plan.diagnosis.training_prompts} responses to "
         f"{', '.join(plan.diagnosis.training_tasks or (plan.diagnosis.task,))} prompts, setting {plan.diagnosis.setting}, "
         f"{fine.steps} steps; {plan.diagnosis.points} truncations; M = {plan.diagnosis.continuations}",
+        "best single block": f"{plan.diagnosis.oracle_prefixes} truncations a setting, "
+        f"{plan.diagnosis.oracle_continuations} continuations of each",
+        "rejections": "every anchor" if plan.diagnosis.rejection_anchors == 1 else f"one anchor in {plan.diagnosis.rejection_anchors}",
         "evaluation": f"up to {data.evaluation_tokens} new tokens, accepted length excludes the bonus token, by replay",
         "evaluation prompts": f"{data.evaluation_per_task or 'all'} per task ({data.prompts})",
         "category temperature": f"{', '.join(map(str, plan.category_temperatures))}; chosen on "

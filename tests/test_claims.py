@@ -4,10 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from dblast.bootstrap import best_category_temperature_shift
 from dblast.claims import COLUMNS, VERDICT_RULE, claims_display, claims_table, verdict_lines
 from dblast.estimates import (
     accepted_length,
-    best_category_temperature_shift,
     difference,
     gain,
     gain_difference,

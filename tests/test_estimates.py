@@ -1,17 +1,18 @@
 """Accepted lengths with errors: hand-made scores with known answers."""
 
+import itertools
+
 import numpy as np
 import pandas as pd
 import pytest
 
+from dblast.bootstrap import Resampled, best_category_temperature_shift, bootstrap_gain
 from dblast.claims import verdict
 from dblast.errors import DBlastError
 from dblast.estimates import (
     Estimate,
-    Resampled,
     accepted_length,
     accepted_length_rows,
-    best_category_temperature_shift,
     choose_category_temperature,
     combination,
     common_seeds,
@@ -335,3 +336,58 @@ def test_result_rows_carry_n_and_error_for_every_task_and_seed():
 )
 def test_the_interval_alone_decides_a_verdict(estimate, expected):
     assert verdict(estimate) == expected
+
+
+def test_bootstrap_intervals_are_the_quantiles_of_every_way_to_draw_prompts():
+    """Three prompts in one task and two in the other: all 27 x 4 draws, counted, against 20,000 replicates."""
+    task = ["a", "a", "a", "b", "b"]
+    ours, base = scores([10.0, 14.0, 30.0, 12.0, 21.0], task=task), scores([13.0, 20.0, 24.0, 18.0, 22.0], task=task)
+
+    def length(passes, drawn):
+        groups = [np.array(passes)[list(part)] for part in drawn]
+        return np.mean([(40 * len(part) - part.sum()) / part.sum() for part in groups])
+
+    every = []
+    for a in itertools.product(range(3), repeat=3):
+        for b in itertools.product((3, 4), repeat=2):
+            every.append(100 * (length(ours.passes, (a, b)) / length(base.passes, (a, b)) - 1))
+    found = bootstrap_gain(ours, base, macro=True, replicates=20_000)
+    assert found.value == pytest.approx(gain(ours, base, macro=True).value)
+    steps = np.sort(every)
+    for quantile, end in ((0.025, found.low), (0.975, found.high)):
+        # A discrete law: the drawn quantile lies at one of the values next to the exact one.
+        near = np.flatnonzero(np.isclose(steps, end, atol=0.3))
+        assert len(near) and np.abs(near / (len(steps) - 1) - quantile).min() < 0.02
+
+
+def test_bootstrap_intervals_agree_with_the_delta_method_on_many_prompts_and_pair_them():
+    rng = np.random.default_rng(3)
+    passes = rng.uniform(10, 35, 300)
+    base, ours = scores(passes), scores(passes * rng.uniform(0.85, 0.95, 300))
+    for macro in (False, True):
+        found, exact = bootstrap_gain(ours, base, macro=macro), gain(ours, base, macro)
+        assert np.allclose(found.interval, exact.interval, atol=0.1 * 1.96 * exact.standard_error)
+        assert found.n == 300 and found.seeds == 1
+    # Without pairing, the prompts' own differences would make it several times as wide.
+    shuffled = bootstrap_gain(ours, base.assign(passes=rng.permutation(base.passes)), macro=False)
+    assert (shuffled.high - shuffled.low) > 3 * (found.high - found.low)
+
+
+def test_bootstrap_intervals_are_of_prompts_alone_and_the_same_every_time():
+    passes = np.random.default_rng(1).uniform(20, 30, 15)
+    base = pd.concat([scores(passes, seed=s) for s in (0, 1)])
+    ours = pd.concat([scores(passes * factor, seed=s) for s, factor in ((0, 0.8), (1, 0.9))])
+    found = bootstrap_gain(ours, base)
+    assert found.seeds == 2 and found == bootstrap_gain(ours, base)
+    other = bootstrap_gain(ours, base, generator=np.random.default_rng(5))
+    assert other.value == found.value and other != found
+    # Both seeds' passes are pooled, so that their spread (14 % of the accepted length) is no part of it.
+    assert found.high - found.low < 15
+    assert bootstrap_gain(base, base).interval == (0, 0)
+
+
+def test_a_bootstrap_over_nothing_accepted_is_undecided_and_other_prompts_are_refused():
+    nothing = bootstrap_gain(scores([20.0] * 4), scores([40.0] * 4))
+    assert np.isnan(nothing.interval).all() and verdict(nothing) == "undecided"
+    with pytest.raises(DBlastError, match="same prompts"):
+        bootstrap_gain(scores([20.0] * 4), scores([20.0] * 5))

@@ -9,7 +9,7 @@ import pytest
 
 from dblast.errors import DBlastError
 from dblast.plans import Profile
-from dblast.profiles import MAIN, SMOLLM2, SWEPT_BLOCK_LENGTHS, SWEPT_TAU, TINY, get_profile
+from dblast.profiles import ABLATIONS, MAIN, SMOLLM2, SWEPT_BLOCK_LENGTHS, SWEPT_TAU, TINY, get_profile
 from dblast.sweeps import (
     block_length,
     sweep_figure,
@@ -20,6 +20,7 @@ from dblast.sweeps import (
     training_setting,
     training_setting_figure,
     training_setting_rows,
+    verdict_counts,
     with_verdicts,
 )
 from tests.helpers import assert_close
@@ -74,6 +75,8 @@ def test_the_profile_of_sweeps_varies_one_value_at_a_time():
     for target in ("tiny", "smollm2"):
         assert swept(profile, target, training_setting) == {"high": target, "low": f"{target}-low"}
     for plan in profile.plans:
+        if plan.label == ABLATIONS:
+            continue
         base = profile.plan("smollm2" if plan.target == "smollm2" else "tiny")
         changed = [read(plan) != read(base) for read in (threshold, block_length, training_setting)]
         assert sum(changed) == (plan.label != base.label)
@@ -97,6 +100,9 @@ def test_sweeps_vary_around_the_drafters_of_table_2():
     for plan in (TINY, SMOLLM2):
         base = profile.plan(plan.label)
         assert replace(base, variants=plan.variants) == plan and base.variants == MAIN
+    ablations = profile.plan(ABLATIONS)
+    assert ablations.variants == TINY.variants
+    assert replace(ablations, label="smollm2", variants=SMOLLM2.variants, seeds=SMOLLM2.seeds) == SMOLLM2
 
 
 def test_lengths_and_gains_are_those_computed_by_hand():
@@ -170,6 +176,8 @@ def test_training_settings_of_two_targets_in_one_figure():
     told = with_verdicts(rows)
     assert set(told[told.target == "one"].verdict) == {"better"} and set(told[told.target == "two"].verdict) == {"worse"}
     assert len(told) == len(rows) / 2
+    counts = verdict_counts(told, "target")
+    assert counts.loc["one"].tolist() == [8, 0, 0] and counts.loc["two"].tolist() == [0, 0, 8]
 
 
 def test_what_is_refused():

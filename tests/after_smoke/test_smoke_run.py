@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dblast.estimates import difference, held_out_at_chosen
+from dblast.estimates import choose_category_temperature, difference, held_out_at_chosen
 from dblast.experiments import (
     evaluation_prompts,
     open_drafter,
@@ -19,6 +19,7 @@ from dblast.experiments import (
     variant_stage,
 )
 from dblast.generate import generate
+from dblast.online import online_rows
 from dblast.paths import FIGURES, RUNS
 from dblast.profiles import Variant, get_profile
 from dblast.replay import ratio_with_influence, standard_error
@@ -99,6 +100,19 @@ def test_four_likelihood_branches_beat_one_at_high_determinism():
     rows = rows[(rows.setting == "high") & (rows.loss == "NLL")]
     estimate = difference(rows[rows.K == 4], rows[rows.K == 1], macro=True)
     assert estimate.value > 2 * estimate.standard_error
+
+
+@pytest.mark.parametrize("label", [plan.label for plan in PROFILE.plans])
+def test_the_online_table_agrees_with_replay(label):
+    """Two independent texts of the same prompts in every cell; four errors, since a few prompts estimate theirs roughly."""
+    table = open_table(PROFILE, label, "online")
+    assert (table.passes <= table.emitted).all() and (table.emitted > 0).all()
+    rows = online_rows(table)
+    assert len(rows) == 2 * len(PROFILE.plan(label).data.settings)
+    assert (rows.difference.abs() < 4 * rows.difference_error).all(), rows
+    chosen = choose_category_temperature(open_table(PROFILE, label, "scores")).set_index(["method", "setting"])
+    for names, part in table[table.method == "DBlast"].groupby(["method", "setting"]):
+        assert set(part.category_temperature) == {chosen.category_temperature[names]}
 
 
 @pytest.mark.parametrize("categories", [1, 4])
