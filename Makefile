@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 .PHONY: help setup fetch reproduce test lab notebooks benchmark check-results report clean
 
 help:
-	@echo "make reproduce [PROFILE=cpu|smoke]  run all notebooks, regenerate every figure and table"
+	@echo "make reproduce [PROFILE=cpu]        run its notebooks, regenerate its figures and tables (cpu, smoke, losses, sweeps)"
 	@echo "make test                           pytest, nbval over the notebooks, smoke reproduction"
 	@echo "make lab                            JupyterLab on the notebooks"
 	@echo "make benchmark                      time of a speculative step against a bare target pass"

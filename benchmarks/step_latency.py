@@ -3,39 +3,29 @@
     python benchmarks/step_latency.py                       # SmolLM2, bfloat16, two threads, 16 prompts of 128 tokens
     python benchmarks/step_latency.py --drafter FOLDER      # tokens/s of a trained drafter as well
 
-A step is everything between two target passes of the loop: draft, target pass
-over b + 1 tokens with the tapped states, p, verification, and the commit to both
-caches. The bare pass is the target alone over b + 1 tokens on a cache of the same
-context. The measurements are interleaved, so that a slow spell of the machine hits
-all of them; medians are over all prompts and repeats. The drafter starts from the
-target's layers and is not trained: its time does not depend on its weights.
+What a step is, and how it is timed, is told in ``dblast.latency``, whose table of the trained profiles' drafters notebook
+04 shows. Here sizes can be chosen. Unless a folder is given, the drafter starts from the target's layers and is not
+trained: its time does not depend on its weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
 from pathlib import Path
-from statistics import median
 
 import torch
-from transformers import DynamicCache
 
 from dblast.config import DBlastConfig
-from dblast.decoding_cache import BlockDecoder
 from dblast.demo import load_drafter, plain_speed
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.generate import generate, target_support
+from dblast.generate import generate
 from dblast.initialise import new_drafter, start_from_target
+from dblast.latency import BARE, PARTS, measure
 from dblast.prompts import chat_messages, load_prompts
-from dblast.proposals import propose
-from dblast.sampling import SamplingSettings, get_setting
+from dblast.sampling import get_setting
 from dblast.targets import Target, load_target
-from dblast.verifier import verify_block
-
-PARTS = ("draft", "propose", "target", "p", "verify", "commit")
 
 
 def untrained_drafter(target: Target, categories: int, block_length: int, vocabulary: int) -> DBlastDrafter:
@@ -62,81 +52,6 @@ def prompt_ids(target: Target, count: int, length: int) -> list[torch.Tensor]:
         raise DBlastError(f"there are {len(prompts)} bundled prompts; give a smaller --prompts")
     rows = [target.encode_chat(chat_messages(prompt)) for prompt in prompts[:: len(prompts) // count][:count]]
     return [torch.tensor((row * (length // len(row) + 1))[:length]) for row in rows]
-
-
-class Clock:
-    """Adds up wall time by name; waits for the device before every reading."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.times = device, defaultdict(list)
-        self.last = 0.0
-
-    def start(self) -> None:
-        self.last = self._now()
-
-    def lap(self, name: str) -> None:
-        now = self._now()
-        self.times[name].append(1000 * (now - self.last))
-        self.last = now
-
-    def _now(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return time.perf_counter()
-
-
-@torch.no_grad()
-def timed_step(decoder: BlockDecoder, settings: SamplingSettings, generator: torch.Generator, clock: Clock) -> None:
-    """One step of the loop with a lap after each part."""
-    clock.start()
-    output = decoder.draft()
-    clock.lap("draft")
-    made = propose(decoder.drafter, output, decoder.drafter.config.block_length, generator=generator)
-    clock.lap("propose")
-    logits = decoder.score(made.drafted)
-    clock.lap("target")
-    tokens, p = target_support(logits, settings)
-    clock.lap("p")
-    outcome = verify_block(made.drafted, made.q_drafted, made.q_at, tokens, p, generator=generator)
-    accepted = outcome.accepted.tolist()
-    clock.lap("verify")
-    decoder.commit(accepted, outcome.token)
-    clock.lap("commit")
-    clock.times["step"].append(sum(clock.times[part][-1] for part in PARTS))
-
-
-@torch.no_grad()
-def bare_pass(target: Target, ids: torch.Tensor, cache: DynamicCache, clock: Clock) -> None:
-    """The target alone over a block on a filled cache, which is put back afterwards."""
-    clock.start()
-    target.model(input_ids=ids, cache=cache, use_cache=True)
-    clock.lap("bare")
-    cache.crop(-ids.shape[1])
-
-
-@torch.no_grad()
-def measure(target, drafters, prompts, settings, repeats) -> dict:
-    """Milliseconds: ``"bare"`` for the target pass, K for the clock of its steps."""
-    device = target.device
-    bare = Clock(device)
-    clocks = {k: Clock(device) for k in drafters}
-    decoders = {k: BlockDecoder(target.model, drafter) for k, drafter in drafters.items()}
-    generators = {k: torch.Generator(device=device).manual_seed(0) for k in drafters}
-    size = next(iter(drafters.values())).config.block_size
-    for number, ids in enumerate([prompts[0], *prompts]):
-        if number == 1:  # what came before was the warm-up
-            for clock in (bare, *clocks.values()):
-                clock.times.clear()
-        cache = DynamicCache(config=target.model.config)
-        target.model(input_ids=ids[:-1].unsqueeze(0).to(device), cache=cache, use_cache=True, logits_to_keep=1)
-        block = ids[-size:].unsqueeze(0).to(device)
-        for decoder in decoders.values():
-            decoder.start([ids], reserve=repeats * size)
-        for _ in range(repeats):
-            bare_pass(target, block, cache, bare)
-            for k, decoder in decoders.items():
-                timed_step(decoder, settings, generators[k], clocks[k])
-    return {"bare": bare.times["bare"], **{k: clock.times for k, clock in clocks.items()}}
 
 
 def speeds(target, drafter, prompts, settings, tokens) -> tuple[float, float, float]:
@@ -180,18 +95,18 @@ def main() -> None:
         k: untrained_drafter(target, k, options.block_length, options.draft_vocabulary) for k in options.categories
     }
     prompts = prompt_ids(target, options.prompts, options.prompt_tokens)
-    times = measure(target, drafters, prompts, settings, options.repeats)
+    times = measure(target, drafters, prompts, settings, options.repeats, "steps")
+    medians = times.groupby(["K", "part"]).milliseconds.median()
 
-    bare, first = median(times["bare"]), options.categories[0]
+    bare, first = medians[-1, BARE], options.categories[0]
     print(f"{options.target}, {options.dtype}, {options.threads} threads, {len(prompts)} prompts of "
           f"{options.prompt_tokens} tokens, b = {options.block_length}; medians in ms")  # fmt: skip
     print(f"bare target pass of {options.block_length + 1} tokens: {bare:.1f}")
     print(f"{'K':>3} {'step':>7} {'/ bare':>7} {f'/ K={first}':>7}  " + " ".join(f"{part:>8}" for part in PARTS))
-    reference = median(times[first]["step"])
     for k in options.categories:
-        step = median(times[k]["step"])
-        parts = " ".join(f"{median(times[k][part]):8.2f}" for part in PARTS)
-        print(f"{k:>3} {step:7.1f} {step / bare:7.3f} {step / reference:7.3f}  {parts}")
+        step = medians[k, "step"]
+        parts = " ".join(f"{medians[k, part]:8.2f}" for part in PARTS)
+        print(f"{k:>3} {step:7.1f} {step / bare:7.3f} {step / medians[first, 'step']:7.3f}  {parts}")
     if options.tokens:
         drafter = load_drafter(options.drafter, target) if options.drafter else drafters[options.categories[-1]]
         name = str(options.drafter) if options.drafter else "untrained"

@@ -192,6 +192,11 @@ def open_drafter(folder: Path, target: Target) -> DBlastDrafter:
     return drafter.to(target.device).attach(target.model).eval()
 
 
+def for_decoding(drafter: DBlastDrafter, target: Target) -> DBlastDrafter:
+    """The drafter in the target's precision, in which the decoding loop runs both."""
+    return drafter.to(target.model.dtype).attach(target.model).eval()
+
+
 #: Training sets up to this size are held in memory; larger ones are read from disk as they are drawn.
 MEMORY_LIMIT_BYTES = 4 * 2**30
 

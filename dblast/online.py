@@ -10,7 +10,7 @@ import torch
 
 from dblast.errors import DBlastError
 from dblast.estimates import choose_category_temperature
-from dblast.experiments import collect_scores, open_drafter, open_target, variant_stage
+from dblast.experiments import collect_scores, for_decoding, open_drafter, open_target, variant_stage
 from dblast.generate import generate
 from dblast.plan_prompts import calibration_ids, evaluation_prompts
 from dblast.plans import FIGURE1, Plan
@@ -48,9 +48,10 @@ def collect_online(plan: Plan) -> pd.DataFrame:
                 names = {"method": variant.method, "setting": setting}
                 mine = {**asdict(variant), "setting": setting}
                 temperature = chosen[(chosen[list(mine)] == pd.Series(mine)).all(axis=1)].category_temperature.iloc[0]
+                drafter = open_drafter(variant_stage(plan, variant, plan.seeds[0]).folder, target)
                 result = generate(
                     target,
-                    open_drafter(variant_stage(plan, variant, plan.seeds[0]).folder, target),
+                    for_decoding(drafter, target),
                     [prompt.ids for prompt in prompts],
                     get_setting(setting),
                     max_new_tokens=plan.data.evaluation_tokens,

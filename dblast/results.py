@@ -33,6 +33,7 @@ from dblast.experiments import (
     variant_stage,
 )
 from dblast.initialise import add_categories
+from dblast.latency import collect_latency
 from dblast.online import collect_online
 from dblast.paths import RESULTS, ROOT
 from dblast.plans import Plan, Profile
@@ -128,6 +129,7 @@ TABLES: dict[str, Callable[[Plan], pd.DataFrame]] = {
     "branches": collect_branches,
     "rejections": collect_rejections,
     "online": collect_online,
+    "latency": collect_latency,
 }
 #: Tables that the plan's diagnosis sizes determine; the others do not depend on them.
 DIAGNOSIS_TABLES = ("oracle", "figure1", "branches", "rejections")

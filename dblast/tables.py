@@ -32,6 +32,11 @@ METHODS = ("DFlash", "DFlash+AL", "DFlash+DS", "DBlast")
 SETTINGS_ORDER = ("high", "medium", "low")
 
 
+_ESCAPED = {letter: f"\\{letter}" for letter in "%_&#$"} | {"^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
+#: What pdflatex has no letter for, or sets badly.
+_IN_LATEX = {"±": r"$\pm$", "τ": r"$\tau$", "–": "--", r"Z\_T": "$Z_T$", r"D\_b": "$D_b$"}
+
+
 @dataclass
 class Table:
     """A finished table: tidy rows, a display form, and the sentence that explains it."""
@@ -50,9 +55,17 @@ class Table:
         self.rows.round(6).to_csv(paths[0], index=False)
         text = self.display.reset_index().to_markdown(index=False, disable_numparse=True)
         paths[1].write_text(f"**{self.title}.** {self.caption}\n\n{text}\n", encoding="utf-8")
-        latex = self.display.to_latex(escape=True, caption=f"{self.title}. {self.caption}", label=f"tab:{self.name}")
-        paths[2].write_text(latex, encoding="utf-8")
+        paths[2].write_text(self.latex(), encoding="utf-8")
         return paths
+
+    def latex(self) -> str:
+        """The display form as a LaTeX table; its first line says which package it needs."""
+        # pandas escapes the cells, not the caption.
+        caption = "".join(_ESCAPED.get(letter, letter) for letter in f"{self.title}. {self.caption}")
+        text = self.display.to_latex(escape=True, caption=caption, label=f"tab:{self.name}", multirow=False)
+        for written, set_in_latex in _IN_LATEX.items():
+            text = text.replace(written, set_in_latex)
+        return "% needs the package booktabs\n" + text
 
 
 def read_paper(name: str) -> pd.DataFrame:

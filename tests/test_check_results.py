@@ -338,6 +338,7 @@ def test_every_kind_of_cell_is_there(kept, same):
         assert cells["oracle", plan.label] == len(tables["oracle"].drop_duplicates(["setting", "proposal"]))
         groups = len(rejections.drop_duplicates(["setting", "method"]))
         assert cells["rejections", plan.label] == groups * (plan.drafter.block_length + len(CAUSES))
+        assert cells["online", plan.label] == 2 * scores.setting.nunique()
         assert cells["parameters", plan.label] == 2 * len(tables["parameters"])
         assert cells["claims", plan.label] == len(claims_table(scores, tables["figure1"]))
         assert cells.get(("target", plan.label), 0) == (plan.target == "tiny")
