@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -26,6 +27,9 @@ def notebook_paths(profile: Profile, only: str | None = None) -> list[Path]:
     return chosen
 
 
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
 def parse_parameters(pairs: list[str]) -> dict:
     """``NAME=VALUE`` pairs; values are read as YAML scalars."""
     parsed = {}
@@ -37,6 +41,9 @@ def parse_parameters(pairs: list[str]) -> dict:
             raise DBlastError(f"the profile is chosen with --profile {value or 'NAME'}, not as a parameter")
         try:
             parsed[name] = yaml.safe_load(value)
+            # YAML takes a number without a point, such as 1e-3, for a word.
+            if isinstance(parsed[name], str) and _EXPONENT.fullmatch(value.strip()):
+                parsed[name] = float(value)
         except (yaml.YAMLError, ValueError):
             raise DBlastError(f"the value of parameter {pair!r} cannot be read; give a number, true, false or a word") from None
     return parsed

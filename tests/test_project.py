@@ -15,7 +15,7 @@ from packaging.utils import canonicalize_name
 
 from dblast.paths import FIGURES, NOTEBOOKS, ROOT
 from dblast.profiles import PROFILES, get_profile
-from dblast.reproduce import notebook_paths
+from dblast.reproduce import notebook_paths, parse_parameters
 from dblast.results import TABLES, plan_digest, read_provenance, results_folder
 from dblast.targets import sha256_file
 
@@ -189,3 +189,9 @@ def test_profiles_listed_by_the_command_line_are_those_that_exist():
     done = subprocess.run([sys.executable, "-m", "dblast", "profiles"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0
     assert [line.split()[0] for line in done.stdout.splitlines()] == list(PROFILES)
+
+
+def test_parameter_values_are_numbers_truths_or_words():
+    read = parse_parameters(["a=1e-3", "b=-2E4", "c=0.5", "d=3", "e=true", "f=1e", "g=high"])
+    assert read == {"a": 1e-3, "b": -2e4, "c": 0.5, "d": 3, "e": True, "f": "1e", "g": "high"}
+    assert isinstance(read["a"], float) and isinstance(read["d"], int)
