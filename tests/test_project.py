@@ -52,10 +52,11 @@ def test_environment_repeats_the_pins_of_the_direct_dependencies():
 
 
 def test_a_tour_and_numbered_notebooks_each_in_its_profile():
-    assert [path.name[:2] for path in NOTEBOOK_FILES] == ["00", "01", "02", "03", "04", "05", "06"]
+    assert [path.name[:2] for path in NOTEBOOK_FILES] == ["00", "01", "02", "03", "04", "05", "06", "07"]
     # The tour makes no figure or table: a batch run leaves it out.
     assert notebook_paths(get_profile("cpu")) == notebook_paths(get_profile("smoke")) == NOTEBOOK_FILES[1:6]
-    assert notebook_paths(get_profile("losses")) == NOTEBOOK_FILES[6:]
+    assert notebook_paths(get_profile("losses")) == NOTEBOOK_FILES[6:7]
+    assert notebook_paths(get_profile("sweeps")) == NOTEBOOK_FILES[7:]
 
 
 @pytest.mark.parametrize("path", NOTEBOOK_FILES, ids=lambda path: path.stem)
@@ -96,16 +97,17 @@ def test_no_code_cell_stands_in_two_notebooks():
                 assert seen.setdefault(cell.source, path) == path, f"{path.name} repeats a cell of {seen[cell.source].name}"
 
 
-def test_committed_results_are_those_of_the_cpu_profile():
-    profile = PROFILES["cpu"]
-    record = read_provenance("cpu")
+@pytest.mark.parametrize(("name", "tables"), [("cpu", tuple(TABLES)), ("losses", ("scores",)), ("sweeps", ("scores",))])
+def test_committed_results_are_those_of_their_profile(name, tables):
+    profile = PROFILES[name]
+    record = read_provenance(name)
     for plan in profile.plans:
-        for table in TABLES:
+        for table in tables:
             if table == "target" and plan.tiny is None:
                 continue  # only a target that the project trains has a training curve
-            name = f"{plan.label}-{table}.parquet"
-            assert record[name]["plan"] == plan_digest(plan, table), f"{name} was made by another plan"
-            assert record[name]["sha256"] == sha256_file(results_folder("cpu") / name)
+            file = f"{plan.label}-{table}.parquet"
+            assert record[file]["plan"] == plan_digest(plan, table), f"{file} was made by another plan"
+            assert record[file]["sha256"] == sha256_file(results_folder(name) / file)
 
 
 def test_readme_table_repeats_the_result_table():
