@@ -141,7 +141,14 @@ def _sweeps() -> tuple[Plan, ...]:
         for tau in SWEPT_TAU
     )
     lengths = (
-        replace(tiny, label=f"tiny-b{b}", drafter=replace(tiny.drafter, block_length=b)) for b in SWEPT_BLOCK_LENGTHS
+        replace(
+            tiny,
+            label=f"tiny-b{b}",
+            # Independent drafts, dependent ones, and the whole method.
+            variants=tuple(v for v in MAIN if v.method != "DFlash+AL"),
+            drafter=replace(tiny.drafter, block_length=b),
+        )
+        for b in SWEPT_BLOCK_LENGTHS
     )
     trained = (
         replace(
@@ -156,7 +163,7 @@ def _sweeps() -> tuple[Plan, ...]:
     ablations = replace(
         SMOLLM2, label=ABLATIONS, variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION, seeds=SMOLLM2.seeds[:1]
     )
-    return (tiny, *taus, *lengths, smollm2, *trained, ablations)
+    return (tiny, *taus, smollm2, *trained, ablations, *lengths)
 
 
 PROFILES: dict[str, Profile] = {
