@@ -4,8 +4,9 @@ PROFILE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+BROWSER_READY := $(VENV)/.browser-ready
 
-.PHONY: help setup fetch reproduce test lab notebooks benchmark check-results report clean
+.PHONY: help setup fetch reproduce test lab notebooks benchmark check-results report browser-check clean
 
 help:
 	@echo "make reproduce [PROFILE=cpu]        run its notebooks, regenerate its figures and tables (cpu, smoke, losses, sweeps)"
@@ -14,6 +15,7 @@ help:
 	@echo "make benchmark                      time of a speculative step against a bare target pass"
 	@echo "make check-results [FRESH=1]        rerun a profile beside its kept results, say what moved beyond errors"
 	@echo "make report [PROFILE=cpu|smoke]     one HTML page of a run: claims, figures, tables, notebooks"
+	@echo "make browser-check                  optional: notebooks 00 and 01 in JupyterLab inside a headless Chromium"
 	@echo "make notebooks                      refresh the committed outputs from the kept results"
 
 # The environment is rebuilt when its definition changes.
@@ -48,6 +50,14 @@ report: $(READY)
 
 check-results: fetch
 	$(BIN)/python -m dblast check-results --profile $(PROFILE) $(if $(FRESH),--fresh)
+
+# Playwright is only for this check, so that only this check installs it.
+$(BROWSER_READY): $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[browser]"
+	@touch $(BROWSER_READY)
+
+browser-check: fetch $(BROWSER_READY)
+	$(BIN)/python tests/browser/check.py
 
 benchmark: fetch
 	$(BIN)/python benchmarks/step_latency.py
