@@ -215,6 +215,8 @@ PROFILES: dict[str, Profile] = {
             replace(plan, variants=MAIN + tuple(Variant(k, loss) for loss in OTHER_LOSSES for k in (1, 4)), seeds=seeds)
             for plan, seeds in ((TINY, (0, 1, 2)), (SMOLLM2, (0,)))
         ),
+        # With what a cpu run leaves in the cache.
+        minutes=57,
         notebooks=("06",),
     ),
     "sweeps": Profile("sweeps", _sweeps(), notebooks=("07",)),
