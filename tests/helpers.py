@@ -1,10 +1,12 @@
-"""Toy targets and drafters small enough to enumerate, and the tolerance that comparisons use."""
+"""Toy targets and drafters small enough to enumerate, toy scores, and the tolerance that comparisons use."""
 
 from __future__ import annotations
 
 import itertools
 import math
 
+import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -87,3 +89,27 @@ def random_branches(branches: int, length: int, vocabulary: int, rng: torch.Gene
     tokens = torch.randint(vocabulary, (branches, length), generator=rng)
     shared = torch.randint(length + 1, (branches, 1), generator=rng)
     return torch.where(torch.arange(length) < shared, tokens[:1], tokens)
+
+
+def prompt_scores(passes: np.ndarray, setting: str, temperature: float, **names) -> pd.DataFrame:
+    """Replay scores of one variant on 60 tokens of every prompt: two tasks in turn, a third of the prompts for calibration."""
+    n = len(passes)
+    return pd.DataFrame(
+        {
+            "setting": setting,
+            "prompt_id": [f"p{i}" for i in range(n)],
+            "task": ["chat", "code"] * (n // 2),
+            "category_temperature": temperature,
+            "emitted": 60,
+            "passes": passes,
+            "split": ["calibration"] * (n // 3) + ["held_out"] * (n - n // 3),
+            "construction": "all_prefixes",
+            **names,
+        }
+    )
+
+
+def macro_length(passes: np.ndarray, factor: float) -> float:
+    """Accepted length of :func:`prompt_scores`' held-out prompts, averaged over the two tasks."""
+    saved = [passes[i::2] * factor for i in (0, 1)]
+    return float(np.mean([(60 * len(part) - part.sum()) / part.sum() for part in saved]))

@@ -9,7 +9,7 @@ from dblast.errors import DBlastError
 from dblast.loss_study import LOSSES, loss_descriptions, loss_figure, loss_rows, loss_table, paired_losses
 from dblast.objectives import OBJECTIVES
 from dblast.profiles import OTHER_LOSSES, get_profile
-from tests.helpers import assert_close
+from tests.helpers import assert_close, macro_length, prompt_scores
 
 #: Passes for 60 tokens of a prompt; every loss saves a share of them, the same for all prompts.
 SAVED = {"NLL": 0.0, "AL": 0.1, "TRUNC": -0.1, "KD": 0.0}
@@ -26,43 +26,22 @@ def loss_scores(noise=0.0, seeds=(0,), settings=("low", "high")):
                     for temperature in (0.0, 1.0) if k > 1 else (np.nan,):
                         # Z_T = 1 is the better one, so that a mistaken choice shows.
                         factor = (1 - saved - 0.05 * (k > 1)) * (1.2 if temperature == 0 else 1.0)
-                        parts.append(
-                            pd.DataFrame(
-                                {
-                                    "setting": setting,
-                                    "prompt_id": [f"p{i}" for i in range(12)],
-                                    "task": ["chat", "code"] * 6,
-                                    "category_temperature": temperature,
-                                    "emitted": 60,
-                                    "passes": passes * factor * (1 + noise * rng.normal(size=12)),
-                                    "split": ["calibration"] * 4 + ["held_out"] * 8,
-                                    "target": "toy",
-                                    "method": "DFlash" if (k, loss) == (1, "NLL") else f"{loss} {k}",
-                                    "K": k,
-                                    "loss": loss,
-                                    "construction": "all_prefixes",
-                                    "seed": seed,
-                                }
-                            )
-                        )
+                        method = "DFlash" if (k, loss) == (1, "NLL") else f"{loss} {k}"
+                        names = {"target": "toy", "method": method, "K": k, "loss": loss, "seed": seed}
+                        mine = passes * factor * (1 + noise * rng.normal(size=12))
+                        parts.append(prompt_scores(mine, setting, temperature, **names))
     return pd.concat(parts, ignore_index=True), passes[4:]
 
 
-def by_hand(passes, factor):
-    """Macro-average of two tasks of accepted over passes, held-out prompts alternating between the tasks."""
-    lengths = [(60 * 4 - (passes[i::2] * factor).sum()) / (passes[i::2] * factor).sum() for i in (0, 1)]
-    return sum(lengths) / 2
-
-
-def test_lengths_and_gains_are_those_computed_by_hand():
+def test_lengths_and_gains_are_those_computed_macro_length():
     scores, passes = loss_scores()
     rows = loss_rows(scores, "toy").set_index(["setting", "loss", "K"])
     assert list(dict.fromkeys(rows.index.get_level_values("setting"))) == ["high", "low"]
-    dflash = by_hand(passes, 1.0)
+    dflash = macro_length(passes, 1.0)
     for loss, saved in SAVED.items():
         for k in (1, 4):
             row = rows.loc["low", loss, k]
-            length, nll = by_hand(passes, 1 - saved - 0.05 * (k > 1)), by_hand(passes, 1 - 0.05 * (k > 1))
+            length, nll = macro_length(passes, 1 - saved - 0.05 * (k > 1)), macro_length(passes, 1 - 0.05 * (k > 1))
             assert_close([row.accepted_length, row.gain, row.over_nll], [length, 100 * (length / dflash - 1), 100 * (length / nll - 1)])
             assert row.n == 8
     assert rows.loc["low", "NLL", 1].gain_error == 0
@@ -96,7 +75,7 @@ def test_verdicts_follow_the_intervals():
     assert len(rows) == 2 * 2 * 2
     assert set(rows[rows.loss == "AL"].verdict) == {"better"} and set(rows[rows.loss == "TRUNC"].verdict) == {"worse"}
     exact = paired_losses(loss_scores()[0], "toy", [("AL", "TRUNC")]).query("K == 1 and setting == 'low'").iloc[0]
-    assert_close(exact.difference, by_hand(passes, 0.9) - by_hand(passes, 1.1))
+    assert_close(exact.difference, macro_length(passes, 0.9) - macro_length(passes, 1.1))
     same, _ = loss_scores(noise=0.05)
     assert "undecided" in set(paired_losses(same, "toy", [("KD", "NLL")]).verdict)
 

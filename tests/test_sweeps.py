@@ -23,7 +23,7 @@ from dblast.sweeps import (
     verdict_counts,
     with_verdicts,
 )
-from tests.helpers import assert_close
+from tests.helpers import assert_close, macro_length, prompt_scores
 
 METHOD = {(1, "NLL"): "DFlash", (1, "AL"): "DFlash+AL", (4, "NLL"): "DFlash+DS", (4, "AL"): "DBlast"}
 
@@ -40,31 +40,10 @@ def toy_scores(factors, seeds=(0,), noise=0.0, methods=METHOD):
                     for temperature in (0.0, 1.0) if k > 1 else (np.nan,):
                         # Z_T = 1 is the better one, so that a mistaken choice shows.
                         mine = factor * (0.9 if k > 1 else 1.0) * (1.2 if temperature == 0 else 1.0)
-                        parts.append(
-                            pd.DataFrame(
-                                {
-                                    "setting": setting,
-                                    "prompt_id": [f"p{i}" for i in range(12)],
-                                    "task": ["chat", "code"] * 6,
-                                    "category_temperature": temperature,
-                                    "emitted": 60,
-                                    "passes": passes * mine * (1 + noise * rng.normal(size=12)),
-                                    "split": ["calibration"] * 4 + ["held_out"] * 8,
-                                    "target": label,
-                                    "method": METHOD[k, loss],
-                                    "K": k,
-                                    "loss": loss,
-                                    "construction": "all_prefixes",
-                                    "seed": seed,
-                                }
-                            )
-                        )
+                        names = {"target": label, "method": METHOD[k, loss], "K": k, "loss": loss, "seed": seed}
+                        mine = passes * mine * (1 + noise * rng.normal(size=12))
+                        parts.append(prompt_scores(mine, setting, temperature, **names))
     return pd.concat(parts, ignore_index=True), passes[4:]
-
-
-def by_hand(passes, factor):
-    """Macro-average of two tasks of accepted over passes, held-out prompts alternating between the tasks."""
-    return np.mean([(60 * 4 - (passes[i::2] * factor).sum()) / (passes[i::2] * factor).sum() for i in (0, 1)])
 
 
 def test_the_profile_of_sweeps_varies_one_value_at_a_time():
@@ -105,24 +84,24 @@ def test_sweeps_vary_around_the_drafters_of_table_2():
     assert replace(ablations, label="smollm2", variants=SMOLLM2.variants, seeds=SMOLLM2.seeds) == SMOLLM2
 
 
-def test_lengths_and_gains_are_those_computed_by_hand():
+def test_lengths_and_gains_are_those_computed_macro_length():
     factors = {"toy": 1.0, "toy-b3": 1.1, "toy-b9": 0.8}
     scores, passes = toy_scores(factors)
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy", 9: "toy-b9"}, 7, "b").set_index(["b", "setting", "method"])
     for value, factor in ((3, 1.1), (7, 1.0), (9, 0.8)):
         for method in METHOD.values():
             row, saved = rows.loc[value, "low", method], 0.9 if method in ("DFlash+DS", "DBlast") else 1.0
-            length = by_hand(passes, factor * saved)
+            length = macro_length(passes, factor * saved)
             assert_close(row.accepted_length, length)
             assert row.n == 8 and row.seeds == 1
             if value == 7:
                 assert np.isnan(row.over_base)
             else:
-                assert_close(row.over_base, 100 * (length / by_hand(passes, saved) - 1))
+                assert_close(row.over_base, 100 * (length / macro_length(passes, saved) - 1))
             if method == "DFlash":
                 assert np.isnan(row.gain)
             else:
-                assert_close(row.gain, 100 * (length / by_hand(passes, factor) - 1))
+                assert_close(row.gain, 100 * (length / macro_length(passes, factor) - 1))
     assert (rows.xs("DBlast", level="method").category_temperature == 1.0).all()
 
 
@@ -168,7 +147,7 @@ def test_training_settings_of_two_targets_in_one_figure():
     scores, passes = toy_scores({"one": 1.0, "one-low": 0.9, "two": 1.0, "two-low": 1.1})
     rows = training_setting_rows(scores, profile, ["one", "two"], "high")
     picked = rows[(rows.method == "DFlash") & (rows.setting == "low") & (rows.trained == "low")].set_index("target").over_base
-    assert_close(picked["one"], 100 * (by_hand(passes, 0.9) / by_hand(passes, 1.0) - 1))
+    assert_close(picked["one"], 100 * (macro_length(passes, 0.9) / macro_length(passes, 1.0) - 1))
     assert picked["two"] < 0
     figure = training_setting_figure(rows, "low")
     assert len(figure.axes) == 2 and "low" in figure.axes[0].get_ylabel()
