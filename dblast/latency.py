@@ -3,7 +3,7 @@
 A step is everything between two target passes of the loop: draft, proposal, target pass over
 b + 1 tokens with the tapped states, p, verification, and the commit to both caches. The bare pass
 is the target alone over b + 1 tokens on a cache of the same context. All measurements are
-interleaved, so that a slow spell of the machine hits every one of them.
+interleaved, their order turning, so that a slow spell of the machine hits every one of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from dblast.verifier import verify_block
 PARTS = ("draft", "propose", "target", "p", "verify", "commit")
 #: Categories that are timed; 0 is the drafter without expander and prior.
 CATEGORIES = (0, 1, 2, 4, 8)
-PROMPTS, REPEATS = 12, 8
+#: As many repeats that each of these and the bare pass comes first equally often.
+PROMPTS, REPEATS = 12, 12
 #: The name of the bare target pass among the parts.
 BARE = "bare"
 
@@ -122,10 +123,15 @@ def measure(
             block = ids[-size:].unsqueeze(0).to(device)
             for decoder in decoders.values():
                 decoder.start([ids], reserve=repeats * size)
+            order = [-1, *decoders]
             for _ in range(repeats):
-                bare_pass(target, block, cache, clocks[-1])
-                for k, decoder in decoders.items():
-                    timed_step(decoder, settings, generators[k], clocks[k])
+                for k in order:
+                    if k == -1:
+                        bare_pass(target, block, cache, clocks[-1])
+                    else:
+                        timed_step(decoders[k], settings, generators[k], clocks[k])
+                # What comes after what matters: another cache was in use just before.
+                order.append(order.pop(0))
             for k, clock in clocks.items() if number else ():
                 for part, times in clock.times.items():
                     rows.append({"K": k, "prompt": number, "part": part, "milliseconds": float(np.median(times))})
@@ -178,7 +184,7 @@ def latency_rows(latency: pd.DataFrame) -> pd.DataFrame:
 
     Returns:
         ``target, K, step`` (ms, median over prompts), ``overhead, ci_low, ci_high`` (per cent over K = 0),
-        ``over_bare`` (step over the bare target pass), the parts in ms, and ``n`` prompts.
+        ``over_bare`` (step over the bare target pass), every part as ``"<part> (ms)"``, and ``n`` prompts.
     """
     bare = _by_prompt(latency, BARE)[-1].median()
     rows = []
@@ -193,7 +199,7 @@ def latency_rows(latency: pd.DataFrame) -> pd.DataFrame:
                 "ci_low": more.low,
                 "ci_high": more.high,
                 "over_bare": step / bare,
-                **{part: _by_prompt(latency, part)[k].median() for part in PARTS},
+                **{f"{part} (ms)": _by_prompt(latency, part)[k].median() for part in PARTS},
                 "n": more.n,
             }
         )
@@ -208,17 +214,17 @@ def latency_table(latency: pd.DataFrame) -> Table:
     printed = dict(zip(paper.method.where(paper.K == 1, "K = " + paper.K.astype(str)), paper.overhead_percent, strict=True))
     lines = []
     for row in rows.to_dict("records"):
-        name = names.get(row["K"], f"K = {row['K']}")
-        line = {"drafter": name, "step (ms)": f"{row['step']:.1f}", "over the bare pass": f"{row['over_bare']:.2f}"}
+        drafter = names.get(row["K"], f"K = {row['K']}")
+        line = {"drafter": drafter, "step (ms)": f"{row['step']:.1f}", "over the bare pass": f"{row['over_bare']:.2f}"}
         more = f"{row['overhead']:+.1f} [{row['ci_low']:+.1f}, {row['ci_high']:+.1f}]"
         line["over no expander (%)"] = more if row["K"] else ""
-        line["paper (%)"] = f"{printed[name]:+.1f}" if row["K"] and name in printed else ""
-        lines.append(line | {f"{part} (ms)": f"{row[part]:.2f}" for part in PARTS})
+        line["paper (%)"] = f"{printed[drafter]:+.1f}" if row["K"] and drafter in printed else ""
+        lines.append(line | {name: f"{row[name]:.2f}" for name in (f"{part} (ms)" for part in PARTS)})
     return Table(
         f"table6_7_{rows.target[0]}",
         f"Tables 6 and 7 ({rows.target[0]})",
         f"Time of one speculative step for a single sequence, median over {rows.n.max()} prompts of the median of {REPEATS} "
-        "steps, all drafters interleaved; over the target alone on as many tokens, and in per cent over the drafter without "
+        "steps, all drafters in turn; over the target alone on as many tokens, and in per cent over the drafter without "
         "expander with 95 % intervals (paired bootstrap over prompts: this machine's steadiness, not another machine's time); "
         "paper: Qwen3-4B on a GPU.",
         rows,

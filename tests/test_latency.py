@@ -34,7 +34,8 @@ def test_overhead_is_paired_by_prompt():
     assert overhead(latency, 4, base=1).value == pytest.approx(100 * (1.03 / 1.01 - 1))
     rows = latency_rows(latency).set_index("K")
     assert rows.step[4] == pytest.approx(1.03 * np.median(base)) and (rows.over_bare[0], rows.over_bare[4]) == pytest.approx((2.0, 2.06))
-    assert rows.loc[4, list(PARTS)].sum() == pytest.approx(rows.step[4])
+    assert rows.loc[4, [f"{part} (ms)" for part in PARTS]].sum() == pytest.approx(rows.step[4])
+    assert (rows.target == "toy").all()
 
 
 def test_a_machine_that_is_not_steady_widens_the_interval():
@@ -48,7 +49,9 @@ def test_a_machine_that_is_not_steady_widens_the_interval():
 
 def test_the_table_has_the_paper_s_overheads_beside_ours():
     latency, _ = times(dict(zip(CATEGORIES, (1.0, 1.01, 1.02, 1.03, 1.05), strict=True)))
-    display = latency_table(latency).display
+    table = latency_table(latency)
+    assert table.name == "table6_7_toy" and table.display.loc["K = 4", "target (ms)"] == table.display.loc["K = 4", "draft (ms)"]
+    display = table.display
     assert list(display.index) == ["DFlash (no expander)", "DFlash (with expander)", "K = 2", "K = 4", "K = 8"]
     assert list(display["paper (%)"]) == ["", "+0.3", "+1.1", "+1.4", "+3.4"]
     assert display.loc["K = 4", "over no expander (%)"] == "+3.0 [+3.0, +3.0]" and display.iloc[0, 2] == ""
