@@ -162,7 +162,7 @@ def _by_prompt(latency: pd.DataFrame, part: str) -> pd.DataFrame:
 
 
 def overhead(latency: pd.DataFrame, k: int, base: int = 0, *, replicates: int = 2000) -> Resampled:
-    """By how many per cent a step with k categories is slower than one with ``base``: medians over prompts.
+    """By how many per cent a step with k categories is slower than one with ``base``: median over prompts.
 
     The interval is a paired bootstrap over prompts, which were measured one after the other: it tells
     how steady the machine was, not what another machine would do.
@@ -171,12 +171,11 @@ def overhead(latency: pd.DataFrame, k: int, base: int = 0, *, replicates: int = 
         latency: of one target, from :func:`collect_latency`.
     """
     steps = _by_prompt(latency, "step")
-    ours, other = steps[k].to_numpy(), steps[base].to_numpy()
-    drawn = np.random.default_rng(0).integers(len(steps), size=(replicates, len(steps)))
-    ratios = np.median(ours[drawn], axis=1) / np.median(other[drawn], axis=1)
-    low, high = np.quantile(100 * (ratios - 1), (0.025, 0.975))
-    value = 100 * (np.median(ours) / np.median(other) - 1)
-    return Resampled(float(value), float(low), float(high), len(steps), 1)
+    # Prompt by prompt: contexts of other lengths take other times.
+    more = 100 * (steps[k] / steps[base] - 1).to_numpy()
+    drawn = np.random.default_rng(0).integers(len(more), size=(replicates, len(more)))
+    low, high = np.quantile(np.median(more[drawn], axis=1), (0.025, 0.975))
+    return Resampled(float(np.median(more)), float(low), float(high), len(more), 1)
 
 
 def latency_rows(latency: pd.DataFrame) -> pd.DataFrame:
