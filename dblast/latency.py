@@ -35,7 +35,8 @@ from dblast.verifier import verify_block
 PARTS = ("draft", "propose", "target", "p", "verify", "commit")
 #: Categories that are timed; 0 is the drafter without expander and prior.
 CATEGORIES = (0, 1, 2, 4, 8)
-#: As many repeats that each of these and the bare pass comes first equally often.
+#: Prompts (at most half as many as a task has), and as many repeats that each of the above and the bare pass comes
+#: first equally often.
 PROMPTS, REPEATS = 12, 12
 #: The name of the bare target pass among the parts.
 BARE = "bare"
@@ -150,7 +151,8 @@ def collect_latency(plan: Plan) -> pd.DataFrame:
     drafters = {k: for_decoding(drafter, target) for k, drafter in drafters.items()}
     size = plan.drafter.block_length + 1
     prompts = [torch.tensor(p.ids) for p in evaluation_prompts(plan, target) if len(p.ids) > size]
-    chosen = prompts[:: max(1, len(prompts) // PROMPTS)][:PROMPTS]
+    count = min(PROMPTS, max(1, (plan.data.evaluation_per_task or 2 * PROMPTS) // 2))
+    chosen = prompts[:: max(1, len(prompts) // count)][:count]
     table = measure(target, drafters, chosen, get_setting("medium"), REPEATS, f"{plan.label} latency")
     table.insert(0, "target", plan.label)
     return table
