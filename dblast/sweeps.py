@@ -60,6 +60,8 @@ def swept(profile: Profile, base: str, read: Callable[[Plan], object]) -> dict[o
 def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, name: str) -> pd.DataFrame:
     """Macro-averaged accepted length by value, method and evaluation setting, with paired gains.
 
+    Only training seeds that all values have are used.
+
     Args:
         scores: of all plans, from :func:`dblast.experiments.collect_scores`.
         labels: from :func:`swept`.
@@ -72,13 +74,17 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
         was not trained), each with its ``_error`` over prompts (paired) and training seeds, ``seeds`` and ``n`` prompts.
 
     Raises:
-        DBlastError: a plan without scores, or ``base`` is not a value of the sweep.
+        DBlastError: a plan without scores, no seed in common, or ``base`` is not a value of the sweep.
     """
     if base not in labels:
         raise DBlastError(f"{base!r} is not a value of this sweep; its values: {', '.join(map(str, labels))}")
     if missing := set(labels.values()) - set(scores.target):
         raise DBlastError(f"no scores of {sorted(missing)[0]!r}")
-    chosen = held_out_at_chosen(scores[scores.target.isin(labels.values())])
+    mine = scores[scores.target.isin(labels.values())]
+    shared = set.intersection(*(set(part.seed) for _, part in mine.groupby("target")))
+    if not shared:
+        raise DBlastError("the values of this sweep have no training seed in common")
+    chosen = held_out_at_chosen(mine[mine.seed.isin(shared)])
     settings = [s for s in SETTINGS_ORDER if s in set(chosen.setting)]
     nothing = Estimate(float("nan"), float("nan"), 0)
 

@@ -119,6 +119,9 @@ def test_seeds_add_their_noise_and_a_sweep_without_dflash_has_no_gain_over_it():
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
     assert rows.gain.isna().all() and set(rows.method) == {"DFlash+AL", "DBlast"} and (rows.seeds == 3).all()
     one = sweep_rows(scores[scores.seed == 0], {3: "toy-b3", 7: "toy"}, 7, "b")
+    # A value with one seed is compared with that seed of the others alone.
+    fewer = scores[(scores.target == "toy") | (scores.seed == 0)]
+    pd.testing.assert_frame_equal(sweep_rows(fewer, {3: "toy-b3", 7: "toy"}, 7, "b"), one)
     assert one.seed_spread.isna().all() and (rows.seed_spread > 0).all()
 
 
@@ -170,5 +173,8 @@ def test_what_is_refused():
     scores, _ = toy_scores({"toy": 1.0})
     with pytest.raises(DBlastError, match="no scores of 'toy-b3'"):
         sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
+    apart, _ = toy_scores({"toy-b3": 1.0}, seeds=(1,))
+    with pytest.raises(DBlastError, match="no training seed in common"):
+        sweep_rows(pd.concat([scores, apart]), {3: "toy-b3", 7: "toy"}, 7, "b")
     with pytest.raises(DBlastError, match="not a value"):
         sweep_rows(scores, {7: "toy"}, 5, "b")
