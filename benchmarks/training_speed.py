@@ -39,7 +39,20 @@ def random_trajectories(width: int, tokens: int, count: int = 8, prompt: int = 4
         ids = torch.randint(tokens, (prompt + response,), generator=rng)
         features = torch.randn(prompt + response - 1, width, generator=rng).to(torch.bfloat16)
         spare = torch.rand(response, generator=rng)
-        rows.append(Trajectory(f"r{i}", "random", ids[:prompt], ids[prompt:], -2 * spare, spare, spare, features))
+        rows.append(
+            Trajectory(
+                prompt_id=f"r{i}",
+                task="random",
+                prompt_ids=ids[:prompt],
+                response_ids=ids[prompt:],
+                log_p=-2 * spare,
+                entropy=spare,
+                p_max=spare,
+                support=ids[prompt:].unsqueeze(-1),
+                support_log_p=-2 * spare.unsqueeze(-1),
+                features=features,
+            )
+        )
     return rows
 
 
@@ -90,6 +103,9 @@ def main() -> None:
                 with tempfile.TemporaryFile("w+") as errors:
                     command = [sys.executable, str(Path(__file__).resolve()), "--cell", cell]
                     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+                    errors.seek(0)
+                    if done.returncode and (said := errors.read().strip()):
+                        print(said.splitlines()[-1], file=sys.stderr)
                 names = {"vocabulary": vocabulary or "full", "K": categories, "log q": "tiled" if tiled else "one piece"}
                 failed = {"anchors/s": f"failed ({done.returncode})", "peak GiB": ""}
                 rows.append(names | (failed if done.returncode else json.loads(done.stdout.splitlines()[-1])))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import runpy
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -10,8 +12,11 @@ import pytest
 import torch
 
 from dblast.anchors import AnchorSampler, pack
+from dblast.config import DBlastConfig
 from dblast.errors import ArtefactError, DBlastError
+from dblast.initialise import new_drafter
 from dblast.objectives import OBJECTIVES, REALISED
+from dblast.paths import ROOT
 from dblast.scoring import score, trajectory_acceptance
 from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, train
 from tests.checks import one_line
@@ -463,3 +468,14 @@ def test_packed_supports_belong_to_their_tokens(trajectories):
     log_p = batch.support_log_p.masked_fill(~own, float("-inf")).logsumexp(-1)
     torch.testing.assert_close(log_p[batch.valid], batch.log_p[batch.valid])
     assert pack(trajectories[:2], chosen, 3).support is None
+
+
+def test_the_speed_benchmark_s_random_trajectories_can_be_trained_on(llama):
+    benchmark = runpy.run_path(str(ROOT / "benchmarks" / "training_speed.py"))
+    rows = benchmark["random_trajectories"](llama.model.config.hidden_size, 40, count=2, prompt=6, response=9)
+    config = DBlastConfig.for_target(
+        llama.model.config, num_layers=1, block_length=3, mask_token_id=5, num_categories=2, target_layer_ids=[0]
+    )
+    drafter = new_drafter(config, llama, 0).attach(llama.model)
+    trainer = Trainer(drafter, rows, TrainingConfig(loss="KD", steps=2, sequences=2, anchors=2))
+    assert math.isfinite(trainer.advance())
