@@ -122,6 +122,27 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
     return pd.DataFrame(rows)
 
 
+def loss_gains(scores: pd.DataFrame, labels: dict[object, str], name: str) -> pd.DataFrame:
+    """What the AL loss is worth over NLL with as many categories, by value.
+
+    Args:
+        scores, labels, name: as in :func:`sweep_rows`.
+
+    Returns:
+        ``name, K, setting, gain`` (per cent) and ``gain_error`` over prompts (paired) and training seeds, ``n``.
+    """
+    rows = []
+    for value, label in labels.items():
+        chosen = held_out_at_chosen(scores[scores.target == label])
+        for k in sorted(set(chosen.K)):
+            for setting in [s for s in SETTINGS_ORDER if s in set(chosen.setting)]:
+                part = chosen[(chosen.K == k) & (chosen.setting == setting)]
+                gain = paired_gain(part[part.loss == "AL"], part[part.loss == "NLL"])
+                names = {name: value, "K": k, "setting": setting}
+                rows.append(names | {"gain": gain.value, "gain_error": gain.standard_error, "n": gain.n})
+    return pd.DataFrame(rows)
+
+
 def sweep_table(rows: pd.DataFrame, name: str, title: str, what: str, against: str = "over_base") -> Table:
     """A line for every value and method: accepted length at each setting, and one of the gains.
 

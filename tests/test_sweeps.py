@@ -12,6 +12,7 @@ from dblast.plans import Profile
 from dblast.profiles import ABLATIONS, MAIN, SMOLLM2, SWEPT_BLOCK_LENGTHS, SWEPT_TAU, TINY, get_profile
 from dblast.sweeps import (
     block_length,
+    loss_gains,
     sweep_figure,
     sweep_rows,
     sweep_table,
@@ -123,6 +124,16 @@ def test_seeds_add_their_noise_and_a_sweep_without_dflash_has_no_gain_over_it():
     fewer = scores[(scores.target == "toy") | (scores.seed == 0)]
     pd.testing.assert_frame_equal(sweep_rows(fewer, {3: "toy-b3", 7: "toy"}, 7, "b"), one)
     assert one.seed_spread.isna().all() and (rows.seed_spread > 0).all()
+
+
+def test_the_al_loss_is_compared_with_nll_at_the_same_k_and_value():
+    scores, passes = toy_scores({"toy": 1.0, "toy-b3": 1.1})
+    better = (scores.loss == "AL") & (scores.target == "toy-b3") & (scores.K == 4)
+    scores = scores.assign(passes=scores.passes.where(~better, 0.95 * scores.passes))
+    rows = loss_gains(scores, {3: "toy-b3", 7: "toy"}, "b").set_index(["b", "K", "setting"])
+    nll = 1.1 * 0.9
+    assert_close(rows.gain[3, 4, "low"], 100 * (macro_length(passes, 0.95 * nll) / macro_length(passes, nll) - 1))
+    assert (rows.gain.drop((3, 4)) == 0).all() and (rows.n == 8).all() and len(rows) == 8
 
 
 def test_tables_and_figures_name_the_value_and_n():
