@@ -129,7 +129,7 @@ def loss_gains(scores: pd.DataFrame, labels: dict[object, str], name: str) -> pd
         scores, labels, name: as in :func:`sweep_rows`.
 
     Returns:
-        ``name, K, setting, gain`` (per cent) and ``gain_error`` over prompts (paired) and training seeds, ``n``.
+        For every K that was trained with both, ``name, K, setting, gain`` (per cent) and ``gain_error`` over prompts (paired) and training seeds, ``n``.
     """
     rows = []
     for value, label in labels.items():
@@ -137,7 +137,10 @@ def loss_gains(scores: pd.DataFrame, labels: dict[object, str], name: str) -> pd
         for k in sorted(set(chosen.K)):
             for setting in [s for s in SETTINGS_ORDER if s in set(chosen.setting)]:
                 part = chosen[(chosen.K == k) & (chosen.setting == setting)]
-                gain = paired_gain(part[part.loss == "AL"], part[part.loss == "NLL"])
+                ours, base = part[part.loss == "AL"], part[part.loss == "NLL"]
+                if ours.empty or base.empty:
+                    continue
+                gain = paired_gain(ours, base)
                 names = {name: value, "K": k, "setting": setting}
                 rows.append(names | {"gain": gain.value, "gain_error": gain.standard_error, "n": gain.n})
     return pd.DataFrame(rows)

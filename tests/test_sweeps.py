@@ -9,7 +9,7 @@ import pytest
 
 from dblast.errors import DBlastError
 from dblast.plans import Profile
-from dblast.profiles import ABLATIONS, MAIN, SMOLLM2, SWEPT_BLOCK_LENGTHS, SWEPT_TAU, TINY, get_profile
+from dblast.profiles import MAIN, SMOLLM2, SWEPT_BLOCK_LENGTHS, SWEPT_TAU, TINY, get_profile
 from dblast.sweeps import (
     block_length,
     loss_gains,
@@ -55,8 +55,6 @@ def test_the_profile_of_sweeps_varies_one_value_at_a_time():
     for target in ("tiny", "smollm2"):
         assert swept(profile, target, training_setting) == {"high": target, "low": f"{target}-low"}
     for plan in profile.plans:
-        if plan.label == ABLATIONS:
-            continue
         base = profile.plan("smollm2" if plan.target == "smollm2" else "tiny")
         changed = [read(plan) != read(base) for read in (threshold, block_length, training_setting)]
         assert sum(changed) == (plan.label != base.label)
@@ -81,9 +79,6 @@ def test_sweeps_vary_around_the_drafters_of_table_2():
     for plan in (TINY, SMOLLM2):
         base = profile.plan(plan.label)
         assert replace(base, variants=plan.variants) == plan and base.variants == MAIN
-    ablations = profile.plan(ABLATIONS)
-    assert ablations.variants == TINY.variants
-    assert replace(ablations, label="smollm2", variants=SMOLLM2.variants, seeds=SMOLLM2.seeds) == SMOLLM2
 
 
 def test_lengths_and_gains_are_those_computed_macro_length():
@@ -134,6 +129,8 @@ def test_the_al_loss_is_compared_with_nll_at_the_same_k_and_value():
     nll = 1.1 * 0.9
     assert_close(rows.gain[3, 4, "low"], 100 * (macro_length(passes, 0.95 * nll) / macro_length(passes, nll) - 1))
     assert (rows.gain.drop((3, 4)) == 0).all() and (rows.n == 8).all() and len(rows) == 8
+    half = loss_gains(scores[(scores.K == 4) | (scores.loss == "NLL")], {7: "toy"}, "b")
+    assert set(half.K) == {4}
 
 
 def test_tables_and_figures_name_the_value_and_n():
