@@ -202,7 +202,7 @@ PROFILES: dict[str, Profile] = {
                 ),
             ),
         ),
-        minutes=5.5,
+        minutes=7,
     ),
     # 44 with one seed of SmolLM2 and without online decoding and latency, which were measured apart.
     "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=56),
