@@ -20,9 +20,11 @@ from dblast.config import DBlastConfig
 from dblast.demo import load_drafter, plain_speed
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
+from dblast.experiments import for_decoding
 from dblast.generate import generate
 from dblast.initialise import new_drafter, start_from_target
-from dblast.latency import BARE, PARTS, measure
+from dblast.latency import measure
+from dblast.latency_tables import BARE, PARTS
 from dblast.prompts import chat_messages, load_prompts
 from dblast.sampling import get_setting
 from dblast.targets import Target, load_target
@@ -42,7 +44,7 @@ def untrained_drafter(target: Target, categories: int, block_length: int, vocabu
     if vocabulary:
         drafter.set_draft_vocabulary(torch.arange(vocabulary, device=drafter.device))
     start_from_target(drafter, target, torch.ones(len(config.target_layer_ids)))
-    return drafter.to(target.model.dtype).attach(target.model).eval()
+    return for_decoding(drafter, target)
 
 
 def prompt_ids(target: Target, count: int, length: int) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 
 from dblast.errors import DBlastError
-from dblast.estimates import gain
+from dblast.estimates import gain, per_prompt
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def bootstrap_gain(
     """
     rng = np.random.default_rng(0) if generator is None else generator
     value = gain(ours, base, macro)  # refuses sides that are not paired
-    sides = [_prompt_sums(scores) for scores in (ours, base)]
+    sides = [per_prompt(scores) for scores in (ours, base)]
     tasks = sides[0].index.get_level_values("task")
     groups = [np.flatnonzero(tasks == task) for task in sorted(set(tasks))] if macro else [np.arange(len(tasks))]
     lengths = np.zeros((2, replicates))
@@ -63,11 +63,6 @@ def bootstrap_gain(
         gains = 100 * (lengths[0] / lengths[1] - 1)
     low, high = np.quantile(gains, (0.025, 0.975)) if np.isfinite(gains).all() else (np.nan, np.nan)
     return Resampled(value.value, float(low), float(high), value.n, ours.seed.nunique())
-
-
-def _prompt_sums(scores: pd.DataFrame) -> pd.DataFrame:
-    sums = scores.groupby(["task", "prompt_id"], observed=True)[["emitted", "passes"]].sum().sort_index()
-    return sums.assign(accepted=sums.emitted - sums.passes)
 
 
 def best_category_temperature_shift(

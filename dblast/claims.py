@@ -25,7 +25,7 @@ from dblast.estimates import (
     held_out_at_chosen,
     with_seed_noise,
 )
-from dblast.latency import overhead
+from dblast.latency_tables import overhead
 from dblast.tables import SETTINGS_ORDER, Table, paper_gains, read_paper
 
 COLUMNS = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict", "seeds", "n"]

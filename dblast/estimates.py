@@ -43,7 +43,7 @@ class Estimate:
         return self.value - half, self.value + half
 
 
-def _per_prompt(scores: pd.DataFrame) -> pd.DataFrame:
+def per_prompt(scores: pd.DataFrame) -> pd.DataFrame:
     """Accepted tokens and passes summed over the trajectories (and seeds) of every prompt, ordered by prompt."""
     sums = scores.groupby(["task", "prompt_id"], observed=True)[["emitted", "passes"]].sum().sort_index()
     return sums.assign(accepted=sums.emitted - sums.passes)
@@ -57,7 +57,7 @@ def _influence(scores: pd.DataFrame, macro: bool) -> tuple[float, pd.Series]:
     """
     if scores.empty:
         raise DBlastError("no scores for this selection")
-    prompts = _per_prompt(scores)
+    prompts = per_prompt(scores)
     parts = [prompts] if not macro else [rows for _, rows in prompts.groupby(level="task")]
     values, influences = [], []
     for rows in parts:

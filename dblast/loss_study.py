@@ -9,9 +9,9 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dblast.errors import DBlastError
-from dblast.estimates import Estimate, accepted_length, held_out_at_chosen, seed_spread
+from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.plotting import METHOD_COLOURS, SETTING_LABELS
-from dblast.tables import SETTINGS_ORDER, Table, paired_difference, paired_gain, per_cent, plus_minus
+from dblast.tables import SETTINGS_ORDER, Table, length_columns, paired_difference, paired_gain, per_cent, plus_minus
 
 #: Every loss compared, in the order of the tables: what it asks for, and whose it is.
 LOSSES: dict[str, tuple[str, str]] = {
@@ -72,22 +72,18 @@ def loss_rows(scores: pd.DataFrame, target: str) -> pd.DataFrame:
                 ours = _picked(chosen, setting, k, loss)
                 if ours.empty:
                     continue
-                length, gain, over = accepted_length(ours, macro=True), paired_gain(ours, dflash), paired_gain(ours, same)
+                gain, over = paired_gain(ours, dflash), paired_gain(ours, same)
                 rows.append(
                     {
                         "target": target,
                         "setting": setting,
                         "loss": loss,
                         "K": k,
-                        "category_temperature": ours.category_temperature.iloc[0],
-                        "accepted_length": length.value,
-                        "standard_error": length.standard_error,
-                        "seed_spread": seed_spread(ours, macro=True),
+                        **length_columns(ours),
                         "gain": gain.value,
                         "gain_error": gain.standard_error,
                         "over_nll": over.value,
                         "over_nll_error": over.standard_error,
-                        "n": length.n,
                     }
                 )
     return pd.DataFrame(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from dblast.errors import DBlastError
 from dblast.prompts import load_prompts
@@ -239,7 +239,6 @@ class Profile:
     plans: tuple[Plan, ...]
     minutes: float | None = None
     notebooks: tuple[str, ...] = ("01", "02", "03", "04", "05")
-    notes: str = field(default="", compare=False)
 
     def plan(self, label: str) -> Plan:
         """The plan of one target; DBlastError lists the targets there are."""

@@ -204,7 +204,7 @@ PROFILES: dict[str, Profile] = {
         ),
         minutes=7,
     ),
-    # 44 with one seed of SmolLM2 and without online decoding and latency, which were measured apart.
+    # Added up: 44 with one seed of SmolLM2 and without online decoding and latency, 12 for these, measured apart.
     "cpu": Profile("cpu", (TINY, SMOLLM2), minutes=56),
     "losses": Profile(
         "losses",

@@ -15,10 +15,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from dblast.errors import DBlastError
-from dblast.estimates import Estimate, accepted_length, held_out_at_chosen, seed_spread
+from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.plans import Plan, Profile
 from dblast.plotting import METHOD_COLOURS, SETTING_LABELS
-from dblast.tables import METHODS, SETTINGS_ORDER, Table, paired_gain, per_cent, plus_minus
+from dblast.tables import METHODS, SETTINGS_ORDER, Table, length_columns, paired_gain, per_cent, plus_minus
 
 
 def threshold(plan: Plan) -> float:
@@ -99,7 +99,7 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
                 ours = pick(value, setting, method)
                 if ours.empty:
                     continue
-                length, other = accepted_length(ours, macro=True), pick(base, setting, method)
+                other = pick(base, setting, method)
                 over = paired_gain(ours, other) if value != base and len(other) else nothing
                 gain = paired_gain(ours, dflash) if method != "DFlash" and len(dflash) else nothing
                 rows.append(
@@ -107,16 +107,12 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
                         name: value,
                         "setting": setting,
                         "method": method,
-                        "category_temperature": ours.category_temperature.iloc[0],
-                        "accepted_length": length.value,
-                        "standard_error": length.standard_error,
-                        "seed_spread": seed_spread(ours, macro=True),
+                        **length_columns(ours),
                         "over_base": over.value,
                         "over_base_error": over.standard_error,
                         "gain": gain.value,
                         "gain_error": gain.standard_error,
                         "seeds": ours.seed.nunique(),
-                        "n": length.n,
                     }
                 )
     return pd.DataFrame(rows)

@@ -126,6 +126,18 @@ def paired_difference(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
     return with_seed_noise(difference, *common_seeds(ours, base), macro=True)
 
 
+def length_columns(ours: pd.DataFrame) -> dict[str, float]:
+    """What tables of many drafters say of one: its Z_T, macro-averaged accepted length, errors and prompts."""
+    length = accepted_length(ours, macro=True)
+    return {
+        "category_temperature": ours.category_temperature.iloc[0],
+        "accepted_length": length.value,
+        "standard_error": length.standard_error,
+        "seed_spread": seed_spread(ours, macro=True),
+        "n": length.n,
+    }
+
+
 def main_variants(scores: pd.DataFrame) -> pd.DataFrame:
     """Held-out scores of Table 2's four variants at their calibrated Z_T."""
     rows = held_out_at_chosen(scores)

@@ -8,7 +8,8 @@ import torch
 from dblast.claims import FEW_PER_CENT, _latency_claims, _Target
 from dblast.config import DBlastConfig
 from dblast.initialise import new_drafter
-from dblast.latency import BARE, CATEGORIES, PARTS, latency_rows, latency_table, measure, overhead
+from dblast.latency import CATEGORIES, measure
+from dblast.latency_tables import BARE, PARTS, latency_rows, latency_table, overhead
 from dblast.sampling import SamplingSettings
 from tests.conftest import MASK_TOKEN_ID
 
