@@ -73,6 +73,7 @@ SMOLLM2 = Plan(
     finetune=TrainingConfig(
         steps=100, learning_rate=3e-4, sequences=4, anchors=32, precision="bfloat16", evaluate_every=20
     ),
+    variants=MAIN + CATEGORY_ABLATION + CONSTRUCTION_ABLATION,
     precision="bfloat16",
     seeds=(0, 1, 2),
     diagnosis=DiagnosisConfig(
@@ -143,7 +144,6 @@ def _sweeps() -> tuple[Plan, ...]:
             label=f"tiny-b{b}",
             # Independent drafts, dependent ones, and the whole method.
             variants=tuple(v for v in MAIN if v.method != "DFlash+AL"),
-            seeds=tiny.seeds[:1],
             drafter=replace(tiny.drafter, block_length=b),
         )
         for b in SWEPT_BLOCK_LENGTHS
@@ -154,11 +154,9 @@ def _sweeps() -> tuple[Plan, ...]:
             label=f"{plan.label}-{SWEPT_TRAINING_SETTING}",
             data=replace(plan.data, training_setting=SWEPT_TRAINING_SETTING),
             pretrain_data=plan.pretrain_data or plan.data,
-            seeds=seeds,
         )
-        for plan, seeds in ((tiny, tiny.seeds), (smollm2, smollm2.seeds[:1]))
+        for plan in (tiny, smollm2)
     )
-    # One seed here and above keeps the profile near an hour.
     return (tiny, *taus, smollm2, *trained, *lengths)
 
 
@@ -190,6 +188,7 @@ PROFILES: dict[str, Profile] = {
                     calibration_fraction=0.25,
                 ),
                 finetune=replace(SMOLLM2.finetune, steps=5, anchors=16, evaluate_every=5),
+                variants=MAIN,
                 seeds=(0,),
                 diagnosis=replace(
                     SMOLLM2.diagnosis,
