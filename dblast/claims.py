@@ -34,7 +34,8 @@ COLUMNS = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict", "
 VERDICT_RULE = (
     "The 95 % interval decides the sign and nothing else: all above zero is 'reproduced', all below zero "
     "'not reproduced', across zero 'undecided'; whether the size agrees is to be read from 'ours' beside 'paper'. "
-    "Intervals are over prompts and, where 'seeds' is above 1, over training seeds too."
+    "Intervals are over prompts and, where 'seeds' is above 1, over training seeds too, with Student's quantile: few seeds "
+    "make them wide."
 )
 
 #: K and loss of the paper's methods.
@@ -195,7 +196,7 @@ def _figure1_claims(name: str, points: pd.DataFrame) -> list[dict]:
     rows = []
     for row in gain_by_determinism(points[points.target == name]).itertuples():
         claim = f"Dependent drafts gain most where the target is least decided: D_b < 0.2 minus the rest, {row.split} prompts (points)"
-        estimate = Estimate(row.difference, row.standard_error, row.n, row.seeds)
+        estimate = Estimate(row.difference, row.standard_error, row.n, row.seeds, row.freedom)
         values = [claim.replace("held_out", "held-out"), name, f"{printed:.0f}", estimate.value, *estimate.interval]
         rows.append(dict(zip(COLUMNS, [*values, verdict(estimate), row.seeds, row.n], strict=True)))
     return rows
@@ -250,6 +251,8 @@ def claims_display(claims: pd.DataFrame) -> Table:
 
     def cell(row) -> str:
         digits = 1 if row.claim.endswith(("(%)", "(points)")) else 2
+        # An end that rounds to zero would not show on which side it lies.
+        digits += any(round(end, digits) == 0 != end for end in (row.ci_low, row.ci_high))
         # Adding zero turns a rounded -0.0 into 0.0.
         ours, low, high = (f"{round(x, digits) + 0.0:.{digits}f}" for x in (row.ours, row.ci_low, row.ci_high))
         return f"{ours} [{low}, {high}] {_SHORT[row.verdict]}"
@@ -261,8 +264,10 @@ def claims_display(claims: pd.DataFrame) -> Table:
     return Table(
         "claims",
         "Claims",
-        "Each number is positive if the claim holds: ours with its 95 % interval, then whether the whole interval is above "
-        "zero (yes), below (no) or neither (open). The sizes are for the reader to compare.",
+        "Each number is positive if the claim holds: ours with its 95 % interval (over prompts and training seeds; the cost of K = 4 over prompts), then "
+        "whether the whole interval is above zero (yes), below (no) or neither (open). The sizes are for the reader to "
+        "compare; the paper's are means over Qwen3-4B and 8B where it has both. The two rows against the paper's trend are "
+        "cells where a part of the method does not help in the paper: 'no' there is a part that does help here.",
         claims,
         display,
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from dblast.anchors import pack
 from dblast.continuations import Continuations
 from dblast.drafter import DBlastDrafter, log_category_prior
+from dblast.estimates import half_width, joint_error
 from dblast.replay import expected_accepted, ratio_with_influence
 from dblast.trajectories import Trajectory
 from dblast.verifier import greedy_branch_acceptance
@@ -112,13 +113,19 @@ def _wide(points: pd.DataFrame) -> pd.DataFrame:
     return points.pivot_table(index=index, columns="method", values="accepted_length", aggfunc="mean").reset_index()
 
 
-def _with_seeds(points: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], prompt_error: float) -> float:
-    """Standard error with the training seeds' part: that of the statistic made anew from every seed's points."""
+def _with_seeds(
+    points: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], contributions: pd.Series
+) -> tuple[float, float]:
+    """Standard error over prompts and training seeds, and its degrees of freedom.
+
+    The seeds' part is that of the statistic made anew from every seed's points.
+    """
+    prompts = _error(contributions), len(contributions) - 1
     seeds = sorted(points.seed.unique())
     if len(seeds) < 2:
-        return prompt_error
+        return prompts
     values = [statistic(_wide(points[points.seed == seed])) for seed in seeds]
-    return float(np.hypot(prompt_error, np.std(values, ddof=1) / np.sqrt(len(seeds))))
+    return joint_error(prompts, (np.std(values, ddof=1) / np.sqrt(len(seeds)), len(seeds) - 1))
 
 
 def _inside(points: pd.DataFrame, low: float, high: float) -> pd.DataFrame:
@@ -142,7 +149,8 @@ def determinism_bins(points: pd.DataFrame, edges: Sequence[float] = EDGES) -> pd
         Per target, split and bin that holds at least one point: ``bin_low,
         bin_high, n`` (points), ``prompts, seeds, dflash, dflash_error, dblast,
         dblast_error, gain, gain_error`` (per cent; NaN gain where the baseline
-        accepts nothing, NaN errors for a single prompt).
+        accepts nothing, NaN errors for a single prompt), ``gain_low, gain_high``
+        (95 % interval).
     """
     rows = []
     for (target, split), part in points.groupby(["target", "split"], observed=True, sort=False):
@@ -154,9 +162,11 @@ def determinism_bins(points: pd.DataFrame, edges: Sequence[float] = EDGES) -> pd
             row = {"target": target, "split": split, "bin_low": low, "bin_high": high, "n": len(wide)}
             row |= {"prompts": wide.prompt_id.nunique(), "seeds": inside.seed.nunique()}
             for name, (value, contributions) in _compare(wide).items():
-                error = _with_seeds(inside, lambda w, name=name: _compare(w)[name][0], _error(contributions))
+                error, freedom = _with_seeds(inside, lambda w, name=name: _compare(w)[name][0], contributions)
                 row |= {name: value, f"{name}_error": error}
-            rows.append(row)
+            # The last of the three is the gain.
+            half = half_width(error, freedom)
+            rows.append(row | {"gain_low": value - half, "gain_high": value + half})
     return pd.DataFrame(rows)
 
 
@@ -164,7 +174,7 @@ def gain_by_determinism(points: pd.DataFrame, threshold: float = EDGES[1]) -> pd
     """Figure 1's claim as one number: relative gain where D_b < threshold minus that everywhere else, in points.
 
     Returns:
-        Per target and split: ``low, rest`` (gains in per cent), ``difference, standard_error, n`` (prompts), ``seeds``.
+        Per target and split: ``low, rest`` (gains in per cent), ``difference, standard_error, freedom, n`` (prompts), ``seeds``.
     """
 
     def shift(wide: pd.DataFrame) -> tuple[float, float, pd.Series, pd.Series]:
@@ -178,8 +188,8 @@ def gain_by_determinism(points: pd.DataFrame, threshold: float = EDGES[1]) -> pd
             continue
         low, rest, low_part, rest_part = shift(wide)
         # A prompt may have points on both sides.
-        error = _error(low_part.subtract(rest_part, fill_value=0.0))
-        error = _with_seeds(part, lambda w: shift(w)[0] - shift(w)[1], error)
+        both = low_part.subtract(rest_part, fill_value=0.0)
+        error, freedom = _with_seeds(part, lambda w: shift(w)[0] - shift(w)[1], both)
         names = {"target": target, "split": split, "low": low, "rest": rest, "difference": low - rest}
-        rows.append(names | {"standard_error": error, "n": wide.prompt_id.nunique(), "seeds": part.seed.nunique()})
+        rows.append(names | {"standard_error": error, "freedom": freedom, "n": wide.prompt_id.nunique(), "seeds": part.seed.nunique()})
     return pd.DataFrame(rows)

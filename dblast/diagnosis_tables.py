@@ -6,7 +6,7 @@ import html
 
 import pandas as pd
 
-from dblast.estimates import Estimate, held_out_at_chosen
+from dblast.estimates import held_out_at_chosen
 from dblast.replay import ratio_with_influence, standard_error
 from dblast.tables import SETTINGS_ORDER, Table, read_paper
 
@@ -104,12 +104,11 @@ def ceiling_table(scores: pd.DataFrame, oracle: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["target", "setting"]).reset_index(drop=True)
 
 
-def _interval(value: float, error: float) -> str:
+def _interval(value: float, low: float, high: float) -> str:
     if value != value:
         return "–"
-    if error != error:
+    if low != low:
         return f"{value:+.0f} %"
-    low, high = Estimate(value, error, 0).interval
     return f"{value:+.0f} % [{low:+.0f}, {high:+.0f}]"
 
 
@@ -123,6 +122,7 @@ def table5(bins: pd.DataFrame) -> Table:
     lines = []
     for row in bins.itertuples():
         printed = paper.loc[row.bin_low]
+        ends = (row.gain_low, row.gain_high) if row.prompts >= FEW else (float("nan"), float("nan"))
         lines.append(
             {
                 "target": row.target,
@@ -132,7 +132,7 @@ def table5(bins: pd.DataFrame) -> Table:
                 "of prompts": row.prompts,
                 "independent": _pm(row.dflash, row.dflash_error),
                 "dependent": _pm(row.dblast, row.dblast_error),
-                "gain": _interval(row.gain, row.gain_error if row.prompts >= FEW else float("nan")),
+                "gain": _interval(row.gain, *ends),
                 "paper": f"{printed.relative_gain_percent:+.0f} % (n = {int(printed.samples)})",
             }
         )

@@ -4,8 +4,8 @@
 accepted length of a set of trajectories is a ratio of sums, (emitted - passes) /
 passes; standard errors are over prompts, and variants scored on the same prompts
 are compared prompt by prompt. :func:`with_seed_noise` adds the noise of training
-seeds to any of these estimates; :mod:`dblast.bootstrap` has intervals without a
-normal approximation.
+seeds to any of these estimates; :mod:`dblast.bootstrap` has intervals that are
+resampled instead.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
+from scipy.special import stdtrit
 
 from dblast.errors import DBlastError
 from dblast.replay import ratio_with_influence, standard_error
@@ -29,18 +30,45 @@ class Estimate:
 
     ``seeds`` is set by :func:`with_seed_noise`: the training seeds whose spread is part of
     the error. With 1 there is no spread to see; None is an error over prompts alone.
+    ``freedom``: degrees of freedom of the error; infinite for one that is known.
     """
 
     value: float
     standard_error: float
     n: int
     seeds: int | None = None
+    freedom: float = float("inf")
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval, normal approximation."""
-        half = 1.96 * self.standard_error
+        """95 % interval with Student's quantile, see :func:`half_width`."""
+        half = half_width(self.standard_error, self.freedom)
         return self.value - half, self.value + half
+
+    def columns(self, name: str) -> dict[str, float]:
+        """``name, name_error, name_low, name_high``: value, standard error and the ends of the 95 % interval."""
+        low, high = self.interval
+        return {name: self.value, f"{name}_error": self.standard_error, f"{name}_low": low, f"{name}_high": high}
+
+
+def half_width(standard_error: float, freedom: float) -> float:
+    """Half of a 95 % interval: the error times Student's quantile, 1.96 for infinite and 4.30 for 2 degrees of freedom."""
+    return float(standard_error * stdtrit(freedom, 0.975))
+
+
+def joint_error(*parts: tuple[float, float]) -> tuple[float, float]:
+    """Independent errors together: root of the summed squares, and its degrees of freedom (Welch and Satterthwaite).
+
+    An approximation: intervals from three seeds and many prompts hold the true value in 92 to 95 % of cases,
+    by the share that the seeds have.
+
+    Args:
+        parts: (standard error, degrees of freedom) of each.
+    """
+    squares = np.array([error**2 for error, _ in parts])
+    freedom = np.array([f for _, f in parts], dtype=float)
+    doubt = float((squares**2 / freedom).sum())
+    return float(np.sqrt(squares.sum())), float(squares.sum() ** 2 / doubt) if doubt else float("inf")
 
 
 def per_prompt(scores: pd.DataFrame) -> pd.DataFrame:
@@ -69,7 +97,7 @@ def _influence(scores: pd.DataFrame, macro: bool) -> tuple[float, pd.Series]:
 
 
 def _estimate(value: float, influence: pd.Series) -> Estimate:
-    return Estimate(float(value), standard_error(influence.to_numpy()), len(influence))
+    return Estimate(float(value), standard_error(influence.to_numpy()), len(influence), freedom=len(influence) - 1)
 
 
 def accepted_length(scores: pd.DataFrame, macro: bool = False) -> Estimate:
@@ -151,7 +179,8 @@ def with_seed_noise(estimate: Callable[..., Estimate], *tables: pd.DataFrame, ma
     The estimate is made anew from the rows of every seed, all sides of one seed together;
     the standard deviation of these values over sqrt(number of seeds) is the seed part.
     It and the error over prompts add as a root of squares. A seed part from two or
-    three seeds is rough, and one seed has none.
+    three seeds is rough, so that the interval widens with its share of the error
+    (:func:`joint_error`); one seed has none.
 
     Args:
         estimate: :func:`accepted_length`, :func:`difference`, :func:`gain` or a function like them.
@@ -168,7 +197,8 @@ def with_seed_noise(estimate: Callable[..., Estimate], *tables: pd.DataFrame, ma
         return pooled
     values = [estimate(*(table[table.seed == seed] for table in tables), macro=macro).value for seed in seeds]
     seed_part = np.std(values, ddof=1) / np.sqrt(len(seeds))
-    return replace(pooled, standard_error=float(np.hypot(pooled.standard_error, seed_part)))
+    error, freedom = joint_error((pooled.standard_error, pooled.freedom), (seed_part, len(seeds) - 1))
+    return replace(pooled, standard_error=error, freedom=freedom)
 
 
 def seed_spread(scores: pd.DataFrame, macro: bool = False) -> float:

@@ -11,7 +11,17 @@ from matplotlib.figure import Figure
 from dblast.errors import DBlastError
 from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.plotting import METHOD_COLOURS, SETTING_LABELS
-from dblast.tables import SETTINGS_ORDER, Table, length_columns, paired_difference, paired_gain, per_cent, plus_minus
+from dblast.tables import (
+    SETTINGS_ORDER,
+    Table,
+    error_words,
+    length_columns,
+    paired_difference,
+    paired_gain,
+    per_cent,
+    plus_minus,
+    seed_count,
+)
 
 #: Every loss compared, in the order of the tables: what it asks for, and whose it is.
 LOSSES: dict[str, tuple[str, str]] = {
@@ -60,7 +70,8 @@ def loss_rows(scores: pd.DataFrame, target: str) -> pd.DataFrame:
     Returns:
         ``target, setting, loss, K, category_temperature, accepted_length, standard_error, seed_spread``, ``gain``
         (per cent over NLL with K = 1, DFlash's fine-tuning) and ``over_nll`` (per cent over NLL with the same K),
-        each with its ``_error`` over prompts (paired) and training seeds, and ``n`` prompts.
+        each with its ``_error`` over prompts (paired) and training seeds and the ends of its 95 % interval, ``_low`` and
+        ``_high``; ``seeds``, and ``n`` prompts.
     """
     chosen, settings, losses, counts = _compared(scores, target)
     rows = []
@@ -80,10 +91,9 @@ def loss_rows(scores: pd.DataFrame, target: str) -> pd.DataFrame:
                         "loss": loss,
                         "K": k,
                         **length_columns(ours),
-                        "gain": gain.value,
-                        "gain_error": gain.standard_error,
-                        "over_nll": over.value,
-                        "over_nll_error": over.standard_error,
+                        **gain.columns("gain"),
+                        **over.columns("over_nll"),
+                        "seeds": ours.seed.nunique(),
                     }
                 )
     return pd.DataFrame(rows)
@@ -100,13 +110,11 @@ def loss_table(scores: pd.DataFrame, target: str) -> Table:
         line[f"{row.setting} over NLL"] = "" if row.loss == "NLL" else gain
     display = pd.DataFrame.from_dict(lines, orient="index")
     display.index = pd.MultiIndex.from_tuples(display.index, names=["K", "loss"])
-    seeds = scores[scores.target == target].seed.nunique()
     return Table(
         f"losses_{target}",
         f"Losses ({target})",
-        f"Accepted length without bonus token by loss, held-out prompts (n = {rows.n.max()}), {seeds} training seed(s), Z_T "
-        "chosen on the calibration split; gains over NLL with the same K. ± one standard error: over prompts for lengths, "
-        "over prompts (paired) and training seeds for gains.",
+        f"Accepted length without bonus token by loss, held-out prompts (n = {rows.n.max()}), {seed_count(rows)}, Z_T "
+        f"chosen on the calibration split; gains over NLL with the same K. {error_words(rows)}",
         rows,
         display,
     )
@@ -155,7 +163,7 @@ def loss_figure(rows: pd.DataFrame) -> Figure:
             part = part.loc[[loss for loss in losses if loss in part.index]]
             places = [losses.index(loss) + (0.16 if k > 1 else -0.16) for loss in part.index]
             axes.errorbar(
-                part.gain, places, xerr=1.96 * part.gain_error, fmt=marker, ms=4, color=colour, elinewidth=0.9, label=f"K = {k}"
+                part.gain, places, xerr=(part.gain - part.gain_low, part.gain_high - part.gain), fmt=marker, ms=4, color=colour, elinewidth=0.9, label=f"K = {k}"
             )
         axes.axvline(0, color="black", lw=0.8)
         axes.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="gain (%)")

@@ -166,7 +166,7 @@ def gains_figure(gains: pd.DataFrame, paper_target: str = "Qwen3-8B") -> Figure:
     figure, panels = plt.subplots(1, len(targets) + 1, figsize=(3.0 * (len(targets) + 1), 2.9))
     methods = list(METHOD_COLOURS)[1:]
     paper = paper_gains()
-    paper = paper[paper.target == paper_target].assign(gain_error=0.0)
+    paper = paper[paper.target == paper_target].assign(gain_low=lambda p: p.gain, gain_high=lambda p: p.gain)
     for axes, (title, rows) in zip(
         panels,
         [*((t, gains[gains.target == t]) for t in targets), (f"paper: {paper_target}", paper)],
@@ -177,7 +177,7 @@ def gains_figure(gains: pd.DataFrame, paper_target: str = "Qwen3-8B") -> Figure:
             part = rows[rows.method == method].set_index("setting").loc[settings]
             x = [i + 0.25 * (offset - 1) for i in range(len(settings))]
             axes.bar(x, part.gain, 0.23, color=METHOD_COLOURS[method], label=method)
-            axes.errorbar(x, part.gain, 1.96 * part.gain_error, fmt="none", ecolor="black", lw=0.9)
+            axes.errorbar(x, part.gain, (part.gain - part.gain_low, part.gain_high - part.gain), fmt="none", ecolor="black", lw=0.9)
         axes.axhline(0, color="black", lw=0.8)
         name_settings(axes, settings)
         n = f" (n = {rows.n.iloc[0]} prompts)" if "n" in rows else ""

@@ -18,7 +18,21 @@ from dblast.errors import DBlastError
 from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.plans import Plan, Profile
 from dblast.plotting import METHOD_COLOURS, SETTING_LABELS
-from dblast.tables import METHODS, SETTINGS_ORDER, Table, length_columns, paired_gain, per_cent, plus_minus
+from dblast.tables import (
+    METHODS,
+    SETTINGS_ORDER,
+    Table,
+    error_words,
+    length_columns,
+    paired_gain,
+    per_cent,
+    plus_minus,
+    seed_count,
+)
+
+
+#: What the swept columns are called in tables.
+VALUE_WORDS = {"tau": "threshold τ", "b": "block length b", "trained": "determinism of the training text"}
 
 
 def threshold(plan: Plan) -> float:
@@ -71,7 +85,8 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
     Returns:
         ``name, setting, method, category_temperature, accepted_length, standard_error, seed_spread``, ``over_base``
         (per cent over the same method at ``base``) and ``gain`` (per cent over DFlash at the same value; NaN where it
-        was not trained), each with its ``_error`` over prompts (paired) and training seeds, ``seeds`` and ``n`` prompts.
+        was not trained), each with its ``_error`` over prompts (paired) and training seeds and the ends of its 95 %
+        interval, ``_low`` and ``_high``; ``seeds`` and ``n`` prompts.
 
     Raises:
         DBlastError: a plan without scores, no seed in common, or ``base`` is not a value of the sweep.
@@ -108,10 +123,8 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
                         "setting": setting,
                         "method": method,
                         **length_columns(ours),
-                        "over_base": over.value,
-                        "over_base_error": over.standard_error,
-                        "gain": gain.value,
-                        "gain_error": gain.standard_error,
+                        **over.columns("over_base"),
+                        **gain.columns("gain"),
                         "seeds": ours.seed.nunique(),
                     }
                 )
@@ -125,7 +138,8 @@ def loss_gains(scores: pd.DataFrame, labels: dict[object, str], name: str) -> pd
         scores, labels, name: as in :func:`sweep_rows`.
 
     Returns:
-        For every K that was trained with both, ``name, K, setting, gain`` (per cent) and ``gain_error`` over prompts (paired) and training seeds, ``n``.
+        For every K that was trained with both, ``name, K, setting, gain`` (per cent), ``gain_error`` over prompts (paired)
+        and training seeds, the 95 % interval ``gain_low, gain_high``, ``seeds`` and ``n``.
     """
     rows = []
     for value, label in labels.items():
@@ -138,7 +152,7 @@ def loss_gains(scores: pd.DataFrame, labels: dict[object, str], name: str) -> pd
                     continue
                 gain = paired_gain(ours, base)
                 names = {name: value, "K": k, "setting": setting}
-                rows.append(names | {"gain": gain.value, "gain_error": gain.standard_error, "n": gain.n})
+                rows.append(names | gain.columns("gain") | {"seeds": gain.seeds, "n": gain.n})
     return pd.DataFrame(rows)
 
 
@@ -159,13 +173,12 @@ def sweep_table(rows: pd.DataFrame, name: str, title: str, what: str, against: s
         gain = Estimate(row[against], row[f"{against}_error"], row["n"])
         line[f"{row['setting']}: {what}"] = "" if pd.isna(row[against]) else per_cent(gain)
     display = pd.DataFrame.from_dict(lines, orient="index")
-    display.index = pd.MultiIndex.from_tuples(display.index, names=[value, "method"])
+    display.index = pd.MultiIndex.from_tuples(display.index, names=[VALUE_WORDS.get(value, value), "method"])
     return Table(
         name,
         title,
-        f"Accepted length without bonus token by {value}, held-out prompts (n = {rows.n.max()}), {rows.seeds.max()} training "
-        f"seed(s), Z_T chosen on the calibration split; gains {what}. ± one standard error: over prompts for lengths, over "
-        "prompts (paired) and training seeds for gains.",
+        f"Accepted length without bonus token by {VALUE_WORDS.get(value, value)}, held-out prompts (n = {rows.n.max()}), "
+        f"{seed_count(rows)}, Z_T chosen on the calibration split; gains {what}. {error_words(rows)}",
         rows,
         display,
     )
@@ -223,7 +236,7 @@ def training_setting_figure(rows: pd.DataFrame, trained: str) -> Figure:
             mine = part[part.method == method].set_index("setting").reindex(settings)
             x = [i + 0.14 * (place - 1.5) for i in range(len(settings))]
             axes.errorbar(
-                x, mine.over_base, yerr=1.96 * mine.over_base_error, fmt=marker, ms=4, elinewidth=0.9,
+                x, mine.over_base, yerr=(mine.over_base - mine.over_base_low, mine.over_base_high - mine.over_base), fmt=marker, ms=4, elinewidth=0.9,
                 color=METHOD_COLOURS[method], label=method,
             )  # fmt: skip
         axes.axhline(0, color="black", lw=0.8)
@@ -248,8 +261,7 @@ def training_setting_rows(scores: pd.DataFrame, profile: Profile, targets: Seque
 def with_verdicts(rows: pd.DataFrame, column: str = "over_base") -> pd.DataFrame:
     """Rows that have this gain, with its 95 % interval and whether it is above zero ("better"), below ("worse") or neither."""
     kept = rows[rows[column].notna()].copy()
-    half = 1.96 * kept[f"{column}_error"]
-    kept["ci_low"], kept["ci_high"] = kept[column] - half, kept[column] + half
+    kept["ci_low"], kept["ci_high"] = kept[f"{column}_low"], kept[f"{column}_high"]
     kept["verdict"] = np.select([kept.ci_low > 0, kept.ci_high < 0], ["better", "worse"], "undecided")
     return kept
 

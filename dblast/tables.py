@@ -12,6 +12,7 @@ import pandas as pd
 from dblast.bootstrap import Resampled, bootstrap_gain
 from dblast.errors import DBlastError
 from dblast.estimates import (
+    VARIANT_COLUMNS,
     Estimate,
     accepted_length,
     accepted_length_rows,
@@ -103,17 +104,48 @@ def gain_spread(ours: pd.DataFrame, base: pd.DataFrame) -> float:
     return float(np.std(values, ddof=1)) if len(seeds) > 1 else float("nan")
 
 
-def _gain_cells(ours: pd.DataFrame, base: pd.DataFrame, name: str) -> dict[str, str]:
-    """A gain with its paired bootstrap interval over prompts, and apart from it its spread over training seeds."""
-    spread = gain_spread(ours, base)
-    cells = {name: bracketed(bootstrap_gain(*common_seeds(ours, base), macro=True))}
-    return cells | {f"{name}: seed spread": "one seed" if math.isnan(spread) else f"{spread:.1f}"}
+class _Gains:
+    """Gains of tables 2 to 4: cells to show, and the same numbers as columns of the tidy rows."""
+
+    def __init__(self, shown: str) -> None:
+        self.shown = shown
+        self.numbers: list[dict] = []
+
+    def cells(self, ours: pd.DataFrame, base: pd.DataFrame) -> dict[str, str]:
+        """A gain with its paired bootstrap interval over prompts, and apart from it its spread over training seeds."""
+        interval = bootstrap_gain(*common_seeds(ours, base), macro=True)
+        spread = gain_spread(ours, base)
+        # One variant at one setting: whatever names it is the same in all its rows.
+        names = ours[VARIANT_COLUMNS].iloc[0].to_dict() | {"task": "average", "seed": "all"}
+        numbers = {"gain": interval.value, "gain_low": interval.low, "gain_high": interval.high, "gain_seed_spread": spread}
+        self.numbers.append(names | numbers)
+        told = "one seed" if math.isnan(spread) else f"{spread:.1f}"
+        return {self.shown: bracketed(interval), f"{self.shown}: seed spread": told}
+
+    def beside(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The tidy rows, with the gains of macro-averages over all seeds in columns of their own."""
+        keys = [*VARIANT_COLUMNS, "task", "seed"]
+        numbers = ["gain", "gain_low", "gain_high", "gain_seed_spread"]
+        return rows.merge(pd.DataFrame(self.numbers, columns=[*keys, *numbers]), on=keys, how="left")
 
 
 #: What the brackets of tables 2 to 4 are.
 BRACKETS = (
-    "gains in % with 95 % intervals over prompts (paired bootstrap), and beside them their standard deviation over training seeds"
+    "gains in % with 95 % intervals over prompts alone (paired bootstrap), and beside them their standard deviation over "
+    "training seeds (points); the claims' intervals hold both"
 )
+
+
+def seed_count(rows: pd.DataFrame) -> str:
+    """How many training seeds the rows (column ``seeds``) have, in words."""
+    count = rows.seeds.max()
+    return f"{count} training seed{'s' if count > 1 else ''}"
+
+
+def error_words(rows: pd.DataFrame) -> str:
+    """What ± is in a table of lengths and gains, by its number of training seeds (column ``seeds``)."""
+    seeds = " and training seeds" if rows.seeds.max() > 1 else ""
+    return f"± one standard error: over prompts for lengths, over prompts (paired){seeds} for gains."
 
 
 def paired_gain(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
@@ -151,7 +183,7 @@ def table2(scores: pd.DataFrame, target: str, footnote: str = "") -> Table:
         footnote: ends the caption, e.g. :func:`dblast.online.online_footnote`.
     """
     chosen = main_variants(scores[scores.target == target])
-    rows = accepted_length_rows(chosen)
+    gains = _Gains("gain (%)")
     lines = []
     for setting in [s for s in SETTINGS_ORDER if s in set(chosen.setting)]:
         base = chosen[(chosen.setting == setting) & (chosen.method == "DFlash")]
@@ -164,7 +196,7 @@ def table2(scores: pd.DataFrame, target: str, footnote: str = "") -> Table:
             spread = seed_spread(ours, macro=True)
             line["seed spread"] = "one seed" if math.isnan(spread) else f"{spread:.3f}"
             if method != "DFlash":
-                line |= _gain_cells(ours, base, "gain (%)")
+                line |= gains.cells(ours, base)
             temperature = ours.category_temperature.iloc[0]
             line["Z_T"] = "" if math.isnan(temperature) else f"{temperature:.1f}"
             lines.append(line)
@@ -173,8 +205,9 @@ def table2(scores: pd.DataFrame, target: str, footnote: str = "") -> Table:
         f"table2_{target}",
         f"Table 2 ({target})",
         f"Accepted length without bonus token, held-out prompts (n = {n}), {chosen.seed.nunique()} training seed(s); "
-        f"± one standard error over prompts; {BRACKETS}. {footnote}".strip(),
-        rows,
+        "± one standard error over prompts (those of single tasks are in the CSV file), seed spread: standard deviation over "
+        f"training seeds (tokens); {BRACKETS}. {footnote}".strip(),
+        gains.beside(accepted_length_rows(chosen)),
         # The first line has no gain, which would put those columns last.
         pd.DataFrame(lines).fillna("").set_index(["determinism", "method"])[
             [*sorted(set(chosen.task)), "average", "seed spread", "gain (%)", "gain (%): seed spread", "Z_T"]
@@ -183,7 +216,8 @@ def table2(scores: pd.DataFrame, target: str, footnote: str = "") -> Table:
 
 
 def table2_gains(scores: pd.DataFrame, target: str) -> pd.DataFrame:
-    """Paired gains over DFlash (macro-average): ``setting, method, difference, difference_error, gain, gain_error, n``."""
+    """Paired gains over DFlash (macro-average): ``setting, method``, ``difference`` (tokens) and ``gain`` (per cent) with
+    the columns of :meth:`dblast.estimates.Estimate.columns`, ``seeds, n``."""
     chosen = main_variants(scores[scores.target == target])
     rows = []
     for setting in [s for s in SETTINGS_ORDER if s in set(chosen.setting)]:
@@ -196,10 +230,9 @@ def table2_gains(scores: pd.DataFrame, target: str) -> pd.DataFrame:
                     "target": target,
                     "setting": setting,
                     "method": method,
-                    "difference": absolute.value,
-                    "difference_error": absolute.standard_error,
-                    "gain": relative.value,
-                    "gain_error": relative.standard_error,
+                    **absolute.columns("difference"),
+                    **relative.columns("gain"),
+                    "seeds": relative.seeds,
                     "n": relative.n,
                 }
             )
@@ -229,6 +262,7 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
     rows = _chosen_low(scores, target)
     rows = rows[rows.construction == "all_prefixes"]
     paper = read_paper("table3_categories")
+    gains = _Gains("gain over K = 1 (%)")
     lines = []
     for loss in ("NLL", "AL"):
         base = rows[(rows.loss == loss) & (rows.K == 1)]
@@ -240,7 +274,7 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
                     "loss": loss,
                     "K": k,
                     "accepted length": plus_minus(accepted_length(ours, macro=True)),
-                    **({} if k == 1 else _gain_cells(ours, base, "gain over K = 1 (%)")),
+                    **({} if k == 1 else gains.cells(ours, base)),
                     "paper": f"{printed[k]:.2f}",
                     "paper gain": "" if k == 1 else f"{100 * (printed[k] / printed[1] - 1):+.1f} %",
                 }
@@ -251,8 +285,8 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
         f"Accepted length by number of categories, low determinism, held-out prompts (n = {rows.prompt_id.nunique()}), "
         f"{rows.seed.nunique()} training seed(s), Z_T chosen on the calibration split; ± one standard error over prompts; {BRACKETS}; "
         "paper: Qwen3-4B.",
-        accepted_length_rows(rows),
-        pd.DataFrame(lines).fillna("").set_index(["loss", "K"])[_gains_before_paper("gain over K = 1 (%)")],
+        gains.beside(accepted_length_rows(rows)),
+        pd.DataFrame(lines).fillna("").set_index(["loss", "K"])[_gains_before_paper(gains.shown)],
     )
 
 
@@ -262,6 +296,7 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
     rows = rows[(rows.loss == "AL") & rows.K.isin([1, 4])]
     rows = rows[(rows.K == 1) | (rows.category_temperature == category_temperature)]
     paper = read_paper("table4_al_construction").set_index(["K", "variant"]).accepted_length
+    gains = _Gains("gain over whole block (%)")
     lines = []
     for k in (1, 4):
         base = rows[(rows.K == k) & (rows.construction == "whole_block")]
@@ -273,7 +308,7 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
                     "K": k,
                     "construction": construction.replace("_", " "),
                     "accepted length": plus_minus(accepted_length(ours, macro=True)),
-                    **({} if whole else _gain_cells(ours, base, "gain over whole block (%)")),
+                    **({} if whole else gains.cells(ours, base)),
                     "paper": f"{paper[k, construction]:.2f}",
                     "paper gain": "" if whole else f"{100 * (paper[k, construction] / paper[k, 'whole_block'] - 1):+.1f} %",
                 }
@@ -284,8 +319,8 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
         f"Accepted length by construction of the AL loss, low determinism, Z_T = {category_temperature}, held-out prompts "
         f"(n = {rows.prompt_id.nunique()}), {rows.seed.nunique()} training seed(s); ± one standard error over prompts; {BRACKETS}; "
         "paper: Qwen3-8B on GSM8K.",
-        accepted_length_rows(rows),
-        pd.DataFrame(lines).fillna("").set_index(["K", "construction"])[_gains_before_paper("gain over whole block (%)")],
+        gains.beside(accepted_length_rows(rows)),
+        pd.DataFrame(lines).fillna("").set_index(["K", "construction"])[_gains_before_paper(gains.shown)],
     )
 
 

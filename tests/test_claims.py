@@ -3,6 +3,7 @@
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import t
 
 from dblast.bootstrap import best_category_temperature_shift
 from dblast.claims import COLUMNS, VERDICT_RULE, claims_display, claims_table, verdict_lines
@@ -148,11 +149,13 @@ def test_intervals_hold_the_noise_of_seeds(scores, table):
     ours, base = _pick(chosen, "low", 4, "AL"), _pick(chosen, "low", 1, "NLL")
     pooled = gain(ours, base, macro=True)
     each = [gain(ours[ours.seed == s], base[base.seed == s], macro=True).value for s in (0, 1, 2)]
-    error = np.hypot(pooled.standard_error, np.std(each, ddof=1) / np.sqrt(3))
+    parts = pooled.standard_error, np.std(each, ddof=1) / np.sqrt(3)
+    error = np.hypot(*parts)
+    freedom = error**4 / (parts[0] ** 4 / (pooled.n - 1) + parts[1] ** 4 / 2)
     row = _row(table, "DBlast over DFlash, low")
     assert row.ours == pytest.approx(pooled.value)
-    assert row.ci_high - row.ci_low == pytest.approx(2 * 1.96 * error)
-    assert error > 1.1 * pooled.standard_error
+    assert row.ci_high - row.ci_low == pytest.approx(2 * t.ppf(0.975, freedom) * error)
+    assert error > 1.1 * pooled.standard_error and freedom < 10
 
 
 def test_settings_are_compared_prompt_by_prompt():

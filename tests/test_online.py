@@ -9,7 +9,8 @@ import pytest
 
 from dblast.errors import DBlastError
 from dblast.online import PROMPTS_PER_TASK, _subset, collect_online, online_footnote, online_rows
-from dblast.profiles import SMOLLM2, TINY, Variant
+from dblast.profiles import SMOLLM2, TINY, Variant, get_profile
+from dblast.results import open_tables
 
 
 def decoded(online, replayed, method="DFlash", setting="low", target="toy"):
@@ -46,7 +47,14 @@ def test_the_footnote_names_the_largest_difference_in_its_own_errors():
     wild = decoded(33 + noise[1], 30 + 0.9 * noise[1], "DBlast")
     text = online_footnote(pd.concat([calm, wild, decoded([1, 2], [1, 2], target="other")]), "toy")
     assert text.startswith("Online decoding of 40 of these prompts") and "its 2 accepted lengths" in text
-    assert "(DBlast, low)" in text and "-0.1" in text
+    assert "(DBlast, low)" in text and "-0.1" in text and "the first" not in text
+    few = online_footnote(decoded([1.0 + i for i in range(PROMPTS_PER_TASK)], [2.0] * PROMPTS_PER_TASK), "toy")
+    assert f"(the first {PROMPTS_PER_TASK} of every task)" in few
+
+
+def test_the_kept_online_lengths_agree_with_replay():
+    rows = online_rows(open_tables(get_profile("cpu"), "online"))
+    assert len(rows) == 12 and (rows.difference.abs() < 4 * rows.difference_error).all()
 
 
 def test_a_few_prompts_of_every_task_are_decoded_and_all_of_a_target_trained_here():

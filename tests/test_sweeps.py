@@ -136,7 +136,11 @@ def test_tables_and_figures_name_the_value_and_n():
     scores, _ = toy_scores({"toy": 1.0, "toy-b3": 1.1})
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
     table = sweep_table(rows, "block_length_toy", "Block length (toy)", "over DFlash", "gain")
-    assert "n = 8" in table.caption and table.display.index.names == ["b", "method"]
+    assert "n = 8" in table.caption and table.display.index.names == ["block length b", "method"]
+    # The plan has one training seed: no error has a part of seeds.
+    assert "1 training seed," in table.caption and "and training seeds" not in table.caption
+    more = sweep_table(rows.assign(seeds=3), "block_length_toy", "Block length (toy)", "over DFlash", "gain")
+    assert "3 training seeds," in more.caption and "(paired) and training seeds for gains" in more.caption
     assert table.display.loc[(3, "DFlash"), "low: over DFlash"] == ""
     assert table.display.loc[(7, "DBlast"), "low: over DFlash"].startswith("+")
     for even in (False, True):

@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from dblast.bootstrap import Resampled, bootstrap_gain
-from dblast.estimates import accepted_length, gain, held_out_at_chosen, seed_spread
+from dblast.estimates import VARIANT_COLUMNS, accepted_length, gain, held_out_at_chosen, seed_spread
 from dblast.profiles import get_profile
 from dblast.results import open_table
 from dblast.tables import Table, bracketed, gain_spread, main_variants, plus_minus, table2, table3, table4, table8
@@ -33,6 +33,19 @@ def test_table_2_has_prompt_intervals_and_seed_spread_apart(scores):
     assert list(table.display.columns[-5:]) == ["average", "seed spread", "gain (%)", "gain (%): seed spread", "Z_T"]
     first = table.display.loc[("low", "DFlash")]
     assert first["gain (%)"] == first["gain (%): seed spread"] == first["Z_T"] == ""
+
+
+@pytest.mark.parametrize("make", [table2, table3, table4])
+def test_the_tidy_rows_carry_the_gains_that_are_shown(scores, make):
+    table = make(scores, "tiny")
+    name = next(column for column in table.display.columns if column.startswith("gain"))
+    rows = table.rows[table.rows.gain.notna()]
+    assert (rows.task == "average").all() and (rows.seed == "all").all()
+    shown = [f"{row.gain:+.1f} [{row.gain_low:+.1f}, {row.gain_high:+.1f}]" for row in rows.itertuples()]
+    assert sorted(shown) == sorted(cell for cell in table.display[name] if cell)
+    spreads = sorted(f"{spread:.1f}" for spread in rows.gain_seed_spread)
+    assert spreads == sorted(cell for cell in table.display[f"{name}: seed spread"] if cell)
+    assert len(table.rows) == len(table.rows.drop_duplicates([*VARIANT_COLUMNS, "task", "seed"]))
 
 
 def test_one_seed_has_no_spread(scores):
