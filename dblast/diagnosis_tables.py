@@ -153,6 +153,10 @@ class BranchView:
     def __init__(self, rows: pd.DataFrame):
         self.rows = rows
 
+    def __repr__(self) -> str:
+        prefix = self.rows[self.rows.kind == "prefix"].iloc[0]
+        return f"BranchView({prefix.target}, prompt {prefix.prompt_id})"
+
     def _repr_html_(self) -> str:
         prefix = self.rows[self.rows.kind == "prefix"].iloc[0]
         lines = []
@@ -185,16 +189,24 @@ def _visible(token: str) -> str:
 def table9(branches: pd.DataFrame, target: str) -> Table:
     """Table 9: target samples beside the K = 1 block and the K branches with their priors, as plain text."""
     rows = branches[(branches.target == target) & (branches.kind != "prefix")]
-    lines = [
-        {
-            "block": _block_name(row.kind, row.number),
-            "prior": "" if row.prior != row.prior else f"{row.prior:.2f}",
-            "text": "".join(row.tokens).replace("\n", "↵"),
-            "first token's share": f"{row.share[0]:.2f}",
-            "accepted length": "" if row.accepted_length != row.accepted_length else f"{row.accepted_length:.2f}",
-        }
-        for row in rows.itertuples()
-    ]
+    lines = []
+    for row in rows.itertuples():
+        length = "" if row.accepted_length != row.accepted_length else f"{row.accepted_length:.2f}"
+        # The branches are one draft: their length is that of the mixture, not of any of them.
+        together = row.kind == "branch"
+        lines.append(
+            {
+                "block": _block_name(row.kind, row.number),
+                "prior": "" if row.prior != row.prior else f"{row.prior:.2f}",
+                "text": "".join(row.tokens).replace("\n", "↵"),
+                "first token's share": f"{row.share[0]:.2f}",
+                "accepted length": "" if together else length,
+            }
+        )
+    if (rows.kind == "branch").any():
+        mixture = rows[rows.kind == "branch"].accepted_length.iloc[0]
+        empty = dict.fromkeys(("prior", "text", "first token's share"), "")
+        lines.append({"block": "all branches", **empty, "accepted length": f"{mixture:.2f}"})
     flat = rows.assign(tokens=["|".join(t) for t in rows.tokens], share=["|".join(f"{s:.2f}" for s in r) for r in rows.share])
     prompt = rows.prompt_id.iloc[0] if len(rows) else ""
     return Table(
@@ -202,7 +214,7 @@ def table9(branches: pd.DataFrame, target: str) -> Table:
         f"Table 9 ({target})",
         f"Target samples beside what two drafters offer after one held-out prefix (prompt {prompt}, the truncation point "
         "of median D_b). Share: fraction of the target's continuations that begin with the block's first token; "
-        "accepted length of a draft step over all of them.",
+        "accepted length of a draft step over all of them, for the branches that of their mixture.",
         flat,
         pd.DataFrame(lines).set_index("block"),
     )

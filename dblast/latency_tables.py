@@ -83,8 +83,10 @@ def latency_table(latency: pd.DataFrame) -> Table:
         f"Tables 6 and 7 ({rows.target[0]})",
         f"Time of one speculative step for a single sequence, median over {rows.n.max()} prompts of the median of {REPEATS} "
         "steps, all drafters in turn; over the target alone on as many tokens, and in per cent over the drafter without "
-        "expander with 95 % intervals (paired bootstrap over prompts: this machine's steadiness, not another machine's time); "
-        "paper: Qwen3-4B on a GPU.",
+        "expander: median over prompts of each prompt's ratio (so not the ratio of the medians) with 95 % intervals (paired "
+        "bootstrap over prompts: this machine's steadiness, not another machine's time). Parts: draft, the drafter's pass; "
+        "propose, the branches' greedy tokens and the draw of one; target, its pass over the block; p, its filtered "
+        "probabilities; verify, acceptance and the target's own token; commit, both caches. Paper: Qwen3-4B on a GPU.",
         rows,
         pd.DataFrame(lines).set_index("drafter"),
     )

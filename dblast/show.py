@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 KINDS = {
     "accepted": ("#cdeed6", "32", "accepted draft token"),
     "replacement": ("#fbd0c9", "31;1", "replacement after a rejection"),
-    "bonus": ("#cfe0fc", "34;1", "bonus token after a fully accepted block"),
+    "bonus": ("#cfe0fc", "34;1", "bonus token: the target's own, nothing was rejected"),
 }
 
 
