@@ -33,8 +33,9 @@ from dblast.verifier import verify_block
 
 #: Categories that are timed; 0 is the drafter without expander and prior.
 CATEGORIES = (0, 1, 2, 4, 8)
-#: Prompts that are timed, at most half as many as a task has.
-PROMPTS = 12
+#: Prompts that are timed, at most half as many as a task has; of the tiny target, whose steps take a tenth of the time
+#: and are the less steady for it, more.
+PROMPTS, TINY_PROMPTS = 12, 60
 
 
 class Clock:
@@ -147,6 +148,8 @@ def collect_latency(plan: Plan) -> pd.DataFrame:
     size = plan.drafter.block_length + 1
     prompts = [torch.tensor(p.ids) for p in evaluation_prompts(plan, target) if len(p.ids) > size]
     count = min(PROMPTS, max(1, (plan.data.evaluation_per_task or 2 * PROMPTS) // 2))
+    if plan.tiny is not None:
+        count = min(TINY_PROMPTS, len(prompts) // 2)
     chosen = prompts[:: max(1, len(prompts) // count)][:count]
     table = measure(target, drafters, chosen, get_setting("medium"), REPEATS, f"{plan.label} latency")
     table.insert(0, "target", plan.label)
