@@ -23,19 +23,14 @@ from dblast.estimates import (
     seed_spread,
     with_seed_noise,
 )
+from dblast.latex import latex_table
 from dblast.paper_shapes import parameters_at_paper_scale
 from dblast.paths import FIGURES, PAPER
-from dblast.plans import Plan, Profile
 
 #: Pre-training objectives in words.
 OBJECTIVE_NAMES = {"CE": "decayed cross-entropy", "KD": "distillation"}
 METHODS = ("DFlash", "DFlash+AL", "DFlash+DS", "DBlast")
 SETTINGS_ORDER = ("high", "medium", "low")
-
-
-_ESCAPED = {letter: f"\\{letter}" for letter in "%_&#$"} | {"^": r"\textasciicircum{}", "~": r"\textasciitilde{}"}
-#: What pdflatex has no letter for, or sets badly.
-_IN_LATEX = {"±": r"$\pm$", "τ": r"$\tau$", "–": "--", r"Z\_T": "$Z_T$", r"D\_b": "$D_b$"}
 
 
 @dataclass
@@ -60,13 +55,8 @@ class Table:
         return paths
 
     def latex(self) -> str:
-        """The display form as a LaTeX table; its first line says which package it needs."""
-        # pandas escapes the cells, not the caption.
-        caption = "".join(_ESCAPED.get(letter, letter) for letter in f"{self.title}. {self.caption}")
-        text = self.display.to_latex(escape=True, caption=caption, label=f"tab:{self.name}", multirow=False)
-        for written, set_in_latex in _IN_LATEX.items():
-            text = text.replace(written, set_in_latex)
-        return "% needs the package booktabs\n" + text
+        """The display form as a LaTeX table that fits a page; its first line says which packages it needs."""
+        return latex_table(self.display, f"{self.title}. {self.caption}", f"tab:{self.name}")
 
 
 def read_paper(name: str) -> pd.DataFrame:
@@ -345,62 +335,6 @@ def table1(parameters: pd.DataFrame) -> Table:
         "weights; its per cents are of its own count of the drafter.",
         both,
         display.set_index(["target", "K"]),
-    )
-
-
-def configuration_rows(plan: Plan) -> dict[str, str]:
-    """One plan in the words of the paper's Table 8."""
-    data, fine, shape = plan.data, plan.finetune, plan.drafter
-    start = {"random": "random weights", "target": "the target's last layers", "shipped": "the target's last layers"}
-    pre, pre_data = plan.pretrain, plan.pretrain_data or plan.data
-    objective = OBJECTIVE_NAMES.get(pre.loss, pre.loss)
-    blocks = pre.steps * pre.blocks_per_step
-    trained = shape.pretrained_here or shape.start == "shipped"
-    stored = f"{data.training_prompts} target-sampled responses of up to {data.training_tokens} tokens"
-    return {
-        "targets": plan.target,
-        "drafter initialisation": f"{shape.layers} layers from {start.get(shape.start, shape.start)}"
-        + (
-            f", then {pre.steps} steps of {objective} ({blocks:,} blocks of {pre_data.training_prompts} responses)"
-            if trained
-            else ""
-        ),
-        "training prompts": {"synthetic": "beginnings of synthetic texts", "hub": "Tulu 3 SFT mixture"}.get(
-            data.prompts, "seeded generator"
-        ),
-        "training responses": f"{stored}, setting {data.training_setting}",
-        "draft block length b": str(shape.block_length),
-        "categories K": ", ".join(str(k) for k in sorted({v.K for v in plan.variants})),
-        "AL threshold tau": str(fine.tau),
-        "optimizer": f"AdamW, learning rate {fine.learning_rate:g}, warmup ratio {fine.warmup_ratio}, cosine decay, "
-        f"gradient max-norm {fine.max_norm}",
-        "global batch size": f"{fine.sequences} sequences x {fine.anchors} anchors",
-        "duration": f"{fine.steps} steps, seeds {', '.join(map(str, plan.seeds))}",
-        "Figure 1 training data": f"{plan.diagnosis.training_prompts} responses to "
-        f"{', '.join(plan.diagnosis.training_tasks or (plan.diagnosis.task,))} prompts, setting {plan.diagnosis.setting}, "
-        f"{fine.steps} steps; {plan.diagnosis.points} truncations; M = {plan.diagnosis.continuations}",
-        "best single block": f"{plan.diagnosis.oracle_prefixes} truncations a setting, "
-        f"{plan.diagnosis.oracle_continuations} continuations of each",
-        "rejections": "every anchor" if plan.diagnosis.rejection_anchors == 1 else f"one anchor in {plan.diagnosis.rejection_anchors}",
-        "evaluation": f"up to {data.evaluation_tokens} new tokens, accepted length excludes the bonus token, by replay",
-        "evaluation prompts": f"{data.evaluation_per_task or 'all'} per task ({data.prompts})",
-        "category temperature": f"{', '.join(map(str, plan.category_temperatures))}; chosen on "
-        f"{100 * data.calibration_fraction:.0f} % of the prompts",
-    }
-
-
-def table8(profile: Profile) -> Table:
-    """Table 8: the training configuration that ran, beside the paper's."""
-    paper = read_paper("table8_training").set_index("item")["value"].rename("paper")
-    columns = [pd.Series(configuration_rows(plan), name=plan.label) for plan in profile.plans]
-    both = pd.concat([*columns, paper], axis=1).fillna("")
-    both.index.name = "item"
-    return Table(
-        "table8",
-        "Table 8",
-        f"Training configuration of profile {profile.name} beside the paper's.",
-        both.reset_index(),
-        both,
     )
 
 

@@ -1,4 +1,4 @@
-"""Finished tables: the paper's two kinds of error in their own columns, and LaTeX that compiles."""
+"""Finished tables: the paper's two kinds of error in their own columns, and LaTeX that is escaped."""
 
 import re
 
@@ -10,7 +10,7 @@ from dblast.bootstrap import Resampled, bootstrap_gain
 from dblast.estimates import VARIANT_COLUMNS, accepted_length, gain, held_out_at_chosen, seed_spread
 from dblast.profiles import get_profile
 from dblast.results import open_table
-from dblast.tables import Table, bracketed, gain_spread, main_variants, plus_minus, table2, table3, table4, table8
+from dblast.tables import Table, bracketed, gain_spread, main_variants, plus_minus, table2, table3, table4
 
 
 @pytest.fixture(scope="module")
@@ -71,15 +71,10 @@ def test_brackets_show_signs_and_a_dash_for_nothing():
     assert bracketed(Resampled(nothing, nothing, nothing, 9, 1)) == "–"
 
 
-def test_table_8_is_generated_from_the_configuration():
-    display = table8(get_profile("cpu")).display
-    assert display.loc["rejections", "smollm2"] == "one anchor in 2" and display.loc["rejections", "tiny"] == "every anchor"
-    assert display.loc["best single block", "smollm2"] == "48 truncations a setting, 64 continuations of each"
-
-
 def test_latex_escapes_cells_and_caption():
     display = pd.DataFrame({"gain (%)": ["1 % & more", "– ± τ"]}, index=pd.Index(["a_b", "Z_T"], name="what #"))
-    table = Table("any_name", "Title $1", "K * H^2 in 95 % of ~3, D_b at τ ± 1", display, display)
+    display["odd"] = ["<eos>|", "{x}\\n"]
+    table = Table("any_name", "Title $1", "K * H^2 in 95 % of ~3, D_b < 0.2 at τ ± 1", display, display)
     text = table.latex()
     needs, body = text.split("\n", 1)
     assert needs == "% needs the package booktabs" and r"\toprule" in body and "multirow" not in body
@@ -89,4 +84,7 @@ def test_latex_escapes_cells_and_caption():
     # What is left of these letters is mathematics, or separates columns.
     outside = re.sub(r"(?<!\\)\$[^$]*(?<!\\)\$", "", body)
     assert not re.search(r"(?<!\\)[_^~$]", outside)
-    assert body.count("&") - body.count(r"\&") == 4 and r"Title \$1" in body
+    assert body.count("&") - body.count(r"\&") == 6 and r"Title \$1" in body
+    # OT1 has other characters in their places.
+    assert r"\textless{}eos\textgreater{}\textbar{}" in body and r"$D_b$ \textless{} 0.2" in body
+    assert not re.search("[<>|]", body) and r"\{x\}\textbackslash{}n" in body
