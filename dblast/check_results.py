@@ -1,9 +1,9 @@
 """Do the kept results come out again? A profile rerun from its stages, compared cell by cell with what is kept.
 
-A cell is one number of a result: an accepted length, a bin of Figure 1, a count of parameters. The two runs are
-treated as independent: the error of a difference is the root of the summed squares. That is too large for what the
-runs share, their prompts; the noise of training is in the errors of Figure 1 and the claims only. Of many cells some
-move far by chance: the threshold keeps the chance that any of them is reported in an unchanged result at
+A cell is one number of a result (:mod:`dblast.result_cells`); :data:`NOT_COMPARED` says what has none. The two runs
+are treated as independent: the error of a difference is the root of the summed squares. That is too large for what
+the runs share, their prompts; the noise of training is in the errors of Figure 1 and the claims only. Of many cells
+some move far by chance: the threshold keeps the chance that any of them is reported in an unchanged result at
 :data:`FAMILY_WISE` (Bonferroni), with Student's tails where a cell comes with its number of prompts.
 
 Nothing here writes to ``data/results`` or ``figures``: the new tables go to ``runs/check-<profile>/``.
@@ -23,37 +23,25 @@ import numpy as np
 import pandas as pd
 import typer
 
-from dblast import synthetic
-from dblast.claims import claims_table
-from dblast.determinism import determinism_bins
-from dblast.diagnosis_tables import oracle_summary
 from dblast.errors import ArtefactError, DBlastError
-from dblast.estimates import accepted_length_rows, held_out_at_chosen
-from dblast.online import online_rows
 from dblast.paths import RUNS, use_empty_cache
 from dblast.profiles import Plan, Profile, get_profile
-from dblast.rejections import CAUSES, summarise_rejections
-from dblast.replay import ratio_with_influence, standard_error
+from dblast.result_cells import CHECKED, KEYS, result_cells
 from dblast.results import TABLES, plan_digest, results_folder
-from dblast.tables import METHODS
 from dblast.targets import fetch_smollm2, sha256_file
 
 #: Chance that any cell of an unchanged result is called moved beyond its error.
 FAMILY_WISE = 0.05
 #: Differences up to ABSOLUTE + RELATIVE * value are another machine's rounding.
 RELATIVE, ABSOLUTE = 1e-6, 1e-9
-#: An error estimated from fewer prompts says little, and a bin with fewer may be empty in another run.
-FEW = 10
-#: Documents behind the tiny target's held-out loss, see :func:`dblast.tiny.train_tiny_target`.
-HELD_OUT_DOCUMENTS = 128
-
-#: Result tables that cells are made of.
-CHECKED = ("scores", "parameters", "oracle", "figure1", "rejections", "online", "target")
-#: Columns that name a cell.
-KEYS = ["table", "quantity", "target", "cell"]
 
 SAME, WITHIN, BEYOND, MISSING, NEW = VERDICTS = ("same", "moved within errors", "moved beyond errors", "missing", "new")
 COLOURS = dict(zip(VERDICTS, ("green", "yellow", "red", "magenta", "cyan"), strict=True))
+#: What has no cells, for the reader of the report.
+NOT_COMPARED = (
+    "Not compared: timings (Tables 6 and 7 and their claim), which are the machine's; training curves and the health of the "
+    "branches in training; example texts (Table 9)."
+)
 
 
 # -- comparison ---------------------------------------------------------------------------------
@@ -150,93 +138,7 @@ def _threshold(freedom: np.ndarray, tests: int) -> np.ndarray:
     return np.select([freedom <= 0, np.isfinite(freedom)], [np.inf, student], normal)
 
 
-# -- cells --------------------------------------------------------------------------------------
-
-
-def _cells(rows: pd.DataFrame, table: str, quantity: str, label: str, value: str, error: str, n: str) -> pd.DataFrame:
-    """Cells from estimates over prompts: ``KEYS, value, error, n``; ``label`` is a format string over the columns.
-
-    No error (NaN) from fewer than :data:`FEW` prompts, or where it is zero: then one prompt decides the number.
-    """
-    usable = (rows[n] >= FEW) & (rows[error] > 0)
-    names = [label.format_map(row) for row in rows.to_dict("records")]
-    columns = {"table": table, "quantity": quantity, "target": rows.target, "cell": names}
-    return pd.DataFrame(columns | {"value": rows[value], "error": rows[error].where(usable), "n": rows[n]})
-
-
-def _rejection_cells(rows: pd.DataFrame) -> list[pd.DataFrame]:
-    """Conditional acceptance by position, and the share of blocks that each cause ends."""
-    by = ["target", "setting", "method"]
-    slots = summarise_rejections(rows, by)
-    # Late slots are reached on a few prompts only: what counts is how many of them carry the ratio.
-    reached = rows[rows.reached > 0].groupby([*by, "position", "task", "prompt_id"], observed=True).reached.sum()
-    carrying = reached.groupby(level=[*by, "position"]).agg(lambda part: part.sum() ** 2 / (part**2).sum())
-    slots = slots.merge(carrying.rename("carrying").reset_index(), on=[*by, "position"], how="left")
-    label, number = "{method}, {setting}, position {position}", "conditional_acceptance"
-    cells = [_cells(slots, "rejections", "conditional acceptance", label, number, "standard_error", "carrying")]
-    blocks = rows[rows.anchors > 0].groupby([*by, "task", "prompt_id"], observed=True)
-    # A block ends at one slot at most: a cause summed over slots is a share of blocks.
-    whole = blocks[list(CAUSES)].sum().assign(anchors=blocks.anchors.sum() / blocks.position.nunique())
-    shares = []
-    for names, part in whole.groupby(level=by, observed=True):
-        for cause in CAUSES:
-            share, influence = ratio_with_influence(part[cause].to_numpy(), part.anchors.to_numpy())
-            row = dict(zip(by, names, strict=True)) | {"cause": cause, "share": share, "n": len(part)}
-            shares.append(row | {"error": standard_error(influence)})
-    label = "{method}, {setting}, {cause}"
-    return [*cells, _cells(pd.DataFrame(shares), "rejections", "share of blocks ended", label, "share", "error", "n")]
-
-
-def _claim_cells(claims: pd.DataFrame) -> pd.DataFrame:
-    """The claims' numbers; their errors are those of the intervals, except for a bootstrap's on a grid."""
-    above, below = claims.ci_high - claims.ours, claims.ours - claims.ci_low
-    normal = np.isclose(above, below) & (above > 0)
-    columns = {"table": "claims", "quantity": "number", "target": claims.target, "cell": claims.claim}
-    return pd.DataFrame(columns | {"value": claims.ours, "error": (above / 1.96).where(normal), "n": np.nan})
-
-
-def result_cells(tables: dict[str, pd.DataFrame]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """All cells of one target, and its claims.
-
-    Args:
-        tables: result tables by name, of :data:`CHECKED`; what is not there has no cells, but scores must be.
-
-    Returns:
-        ``KEYS, value, error, n``: numbers, standard errors (zero: exact; NaN: none that can be used) and
-        prompts; and :func:`dblast.claims.claims_table`.
-    """
-    lengths = accepted_length_rows(held_out_at_chosen(tables["scores"]), per_seed=False)
-    label = "{method}, K = {K}, {loss}, {construction}, {setting}, {task}, seeds {seed}"
-    cells = [_cells(lengths, "scores", "accepted length", label, "accepted_length", "standard_error", "n")]
-
-    if "figure1" in tables:
-        bins = determinism_bins(tables["figure1"])
-        label = "{split}, D_b {bin_low:.1f} to {bin_high:.1f}"
-        quantities = {"dflash": "DFlash", "dblast": "DBlast", "gain": "gain (%)"}
-        cells += [_cells(bins, "figure1", quantities[q], label, q, f"{q}_error", "prompts") for q in quantities]
-    if "oracle" in tables:
-        oracle = oracle_summary(tables["oracle"])
-        label = "{proposal}, {setting}"
-        cells.append(_cells(oracle, "oracle", "accepted length", label, "accepted_length", "standard_error", "n"))
-    if "rejections" in tables:
-        cells += _rejection_cells(tables["rejections"])
-    if "online" in tables:
-        decoded = online_rows(tables["online"])
-        cells.append(_cells(decoded, "online", "accepted length", "{method}, {setting}", "online", "online_error", "n"))
-    if "target" in tables:
-        # It has no error of its own: that of the language's entropy on as many documents.
-        names = {"target": lengths.target.iloc[0], "error": synthetic.entropy_per_token(HELD_OUT_DOCUMENTS)[1]}
-        end = tables["target"].tail(1).assign(**names, n=HELD_OUT_DOCUMENTS)
-        cells.append(_cells(end, "target", "held-out loss", "nats per token", "held_out_loss", "error", "n"))
-    if "parameters" in tables:
-        counts = tables["parameters"].assign(table="parameters", error=0.0, n=np.nan)
-        counts = counts.assign(cell=counts.K.map("K = {}".format))
-        for name in ("added_parameters", "drafter_parameters"):
-            cells.append(counts.assign(quantity=name.replace("_", " "), value=counts[name])[[*KEYS, "value", "error", "n"]])
-    # A sweep of the AL loss alone has no claims.
-    methods = set(tables["scores"].method)
-    claims = claims_table(tables["scores"] if set(METHODS) <= methods else tables["scores"][:0], tables.get("figure1"))
-    return pd.concat([*cells, _claim_cells(claims)], ignore_index=True), claims
+# -- claims and the report -----------------------------------------------------------------------
 
 
 def claim_flips(kept: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
@@ -245,9 +147,6 @@ def claim_flips(kept: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:
     flips = both[both.verdict_kept != both.verdict_new].rename(columns={"verdict_kept": "kept", "verdict_new": "new"})
     turned = (flips.kept != "undecided") & (flips.new != "undecided")
     return flips[["target", "claim", "kept", "new"]].assign(reversed=turned).reset_index(drop=True)
-
-
-# -- report -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -285,6 +184,7 @@ class Report:
         for row in self.flips.itertuples():
             line = f"  {row.target:8s} {row.kept} -> {row.new}{' (reversed)' if row.reversed else ''}: {row.claim}"
             lines.append(typer.style(line, fg=COLOURS[BEYOND if row.reversed else WITHIN]))
+        lines.append(f"\n{NOT_COMPARED}")
         last = "Results moved beyond errors." if self.status else "Nothing moved beyond errors."
         return "\n".join([*lines, typer.style(f"\n{last}", bold=True, fg=COLOURS[BEYOND if self.status else SAME])])
 

@@ -76,7 +76,7 @@ def _pretraining(plan: Plan) -> dict[str, str]:
         settings = ""
     return {
         "pre-training": f"{OBJECTIVE_NAMES.get(config.loss, config.loss)}{settings}; "
-        + ("before, with the shipped checkpoint as its result" if plan.drafter.start == "shipped" else "in this run"),
+        + ("its result is the shipped checkpoint" if plan.drafter.start == "shipped" else "in this run"),
         "pre-training responses": f"{_responses(data)}; prompts: {_prompts(data)}",
         "pre-training optimizer": _optimizer(config),
         "pre-training batch size": _batch(config),

@@ -10,10 +10,10 @@ import pandas as pd
 import pytest
 
 from dblast import check_results as module
+from dblast import result_cells
 from dblast.paths import cache_folder as current_cache
 from dblast.check_results import (
     BEYOND,
-    FEW,
     MISSING,
     NEW,
     SAME,
@@ -31,7 +31,9 @@ from dblast.errors import ArtefactError, DBlastError
 from dblast.estimates import VARIANT_COLUMNS, accepted_length_rows, held_out_at_chosen
 from dblast.profiles import Profile, get_profile
 from dblast.rejections import CAUSES
+from dblast.result_cells import FEW
 from dblast.results import plan_digest, results_folder
+from dblast.tables import figure2_rows, table4
 from dblast.targets import sha256_file
 from tests.checks import one_line
 
@@ -282,6 +284,7 @@ def test_the_summary_counts_and_shows_what_moved_largest_first_and_in_colours():
     for verdict, count in counts.items():
         assert re.search(rf"^ +{count} {verdict}$", plain, re.MULTILINE)
     assert plain.index("cell 2: 1 -> 4 (z = +21.2)") < plain.index("cell 1: 1 -> 2") < plain.index("cell 3: 1 -> 1.05")
+    assert "Not compared: timings" in plain and "training curves" in plain and "example texts" in plain
     assert "they count as within errors): 1" in plain and "not judged" in plain
     assert "toy      reproduced -> undecided: claim 0" in plain
     assert plain.endswith("Results moved beyond errors.")
@@ -341,7 +344,15 @@ def test_every_kind_of_cell_is_there(kept, same):
         assert cells["online", plan.label] == 2 * scores.setting.nunique()
         assert cells["parameters", plan.label] == 2 * len(tables["parameters"])
         assert cells["claims", plan.label] == len(claims_table(scores, tables["figure1"]))
+        assert cells["determinism", plan.label] == 2 * scores.setting.nunique()
+        # DFlash+DS and DBlast at every Z_T.
+        assert cells["figure2", plan.label] == 2 * scores.setting.nunique() * len(plan.category_temperatures)
+        constructions = scores[(scores.K == 4) & (scores.loss == "AL")].construction.nunique()
+        expected = constructions * (scores.task.nunique() + 1) if constructions > 1 else 0
+        assert cells.get(("table4", plan.label), 0) == expected
         assert cells.get(("target", plan.label), 0) == (plan.target == "tiny")
+    # Constructions, tasks and their average.
+    assert cells["table4", "tiny"] == 3 * 5
     # Splits, bins, quantities: the tiny target has points everywhere.
     assert cells["figure1", "tiny"] == 2 * 5 * 3
     assert not same.cells.duplicated(module.KEYS).any()
@@ -355,7 +366,7 @@ def test_a_profile_without_the_paper_s_notebooks_is_checked_by_its_scores(kept, 
         if "scores" in path.name or path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())
     report = check(tmp_path, tmp_path, scores_only)
-    assert set(report.cells.table) == {"scores", "claims"} and report.status == 0
+    assert set(report.cells.table) == {"scores", "figure2", "table4", "claims"} and report.status == 0
     assert (report.cells.table == "scores").sum() == (same.cells.table == "scores").sum()
     with pytest.raises(ArtefactError, match="is missing"):
         check(tmp_path, tmp_path, CPU)
@@ -376,9 +387,35 @@ def test_cells_hold_the_numbers_and_errors_of_the_tables(kept):
     assert cells[cells.n < FEW].error.isna().all()
 
 
+def test_figure_2_table_4_and_determinism_are_their_tables_numbers(kept):
+    tables, _ = module.read_tables(kept, CPU.plan("tiny"), "")
+    cells = module.result_cells(tables)[0].set_index(["table", "quantity", "cell"])
+    curve = figure2_rows(tables["scores"], "tiny")
+    (row,) = curve[(curve.method == "DFlash+DS") & (curve.setting == "medium") & (curve.category_temperature == 0.6)].itertuples()
+    cell = cells.loc["figure2", "accepted length", "DFlash+DS, medium, Z_T = 0.6"]
+    assert (cell.value, cell.error, cell.n) == (row.accepted_length, row.standard_error, row.n)
+    rows = table4(tables["scores"], "tiny").display
+    for construction in ("whole_block", "one_prefix", "all_prefixes"):
+        cell = cells.loc["table4", "accepted length", f"K = 4, {construction}, average, Z_T = 1"]
+        assert rows.loc[(4, construction.replace("_", " ")), "accepted length"] == f"{cell.value:.2f} ± {cell.error:.2f}"
+    low = tables["determinism"].query("setting == 'low'")
+    cell = cells.loc["determinism", "entropy (nats)", "low"]
+    assert cell.value == pytest.approx(low.entropy.mean()) and cell.error == pytest.approx(low.entropy.sem()) and cell.n == len(low)
+    assert cells.loc["determinism", "largest probability", "low"].value == pytest.approx(low.p_max.mean())
+
+
+def test_entropy_that_moved_is_reported(kept, tmp_path):
+    def more(rows):
+        return rows.assign(entropy=rows.entropy + 0.5 * (rows.setting == "high"))
+
+    result = check(kept, copy_of_cpu(tmp_path / "new", determinism=more), SMOLLM2)
+    (moved,) = result.cells[result.cells.verdict != SAME].itertuples()
+    assert (moved.table, moved.cell, moved.verdict) == ("determinism", "high", BEYOND) and result.status == 1
+
+
 def test_few_prompts_and_a_single_one_that_decides_give_no_error_to_judge_by():
     rows = pd.DataFrame({"target": "toy", "setting": list("abc"), "x": 1.0, "e": [0.1, 0.1, 0.0], "n": [FEW, 9, 50]})
-    cells = module._cells(rows, "scores", "length", "{setting} of {n}", "x", "e", "n")
+    cells = result_cells._cells(rows, "scores", "length", "{setting} of {n}", "x", "e", "n")
     assert cells.cell.tolist() == ["a of 10", "b of 9", "c of 50"]
     assert cells.error.tolist() == pytest.approx([0.1, np.nan, np.nan], nan_ok=True)
 
@@ -386,7 +423,7 @@ def test_few_prompts_and_a_single_one_that_decides_give_no_error_to_judge_by():
 def test_claims_have_the_errors_of_their_intervals_but_for_bootstraps():
     rows = pd.DataFrame({"target": "toy", "claim": list("abc"), "ours": [1.0, 0.4, 0.4]})
     rows = rows.assign(ci_low=[1 - 0.196, 0.0, 0.4], ci_high=[1 + 0.196, 0.6, 0.4])
-    assert module._claim_cells(rows).error.tolist() == pytest.approx([0.1, np.nan, np.nan], nan_ok=True)
+    assert result_cells._claim_cells(rows).error.tolist() == pytest.approx([0.1, np.nan, np.nan], nan_ok=True)
 
 
 def test_a_shifted_column_is_reported_where_it_was_shifted(kept, tmp_path):
@@ -399,7 +436,11 @@ def test_a_shifted_column_is_reported_where_it_was_shifted(kept, tmp_path):
     lengths = moved[moved.table == "scores"]
     assert len(lengths) == 5 and (lengths.verdict == BEYOND).all() and (lengths.difference > 0).all()
     assert lengths.cell.str.startswith("DBlast, K = 4, AL, all_prefixes, low").all()
-    assert set(moved.table) == {"scores", "claims"}
+    # Every point of one curve.
+    curve = moved[moved.table == "figure2"]
+    assert len(curve) == 8 and curve.cell.str.startswith("DBlast, low, Z_T = ").all() and (curve.verdict == BEYOND).all()
+    # Where constructions are compared, one of them is this.
+    assert set(moved.table) - {"table4"} == {"scores", "figure2", "claims"}
     assert result.status == 1
     assert "DBlast, K = 4, AL, all_prefixes, low, average, seeds all" in result.text()
 
@@ -429,6 +470,11 @@ def test_damaged_missing_and_foreign_tables_are_refused(kept, tmp_path):
     with pytest.raises(ArtefactError) as caught:
         check(folder, kept, SMOLLM2)
     one_line(caught, "smollm2-oracle.parquet is missing", "python -m dblast reproduce --profile cpu")
+
+    folder = broken("no determinism")
+    (folder / "smollm2-determinism.parquet").unlink()
+    with pytest.raises(ArtefactError, match="smollm2-determinism.parquet is missing"):
+        check(folder, kept, SMOLLM2)
 
     folder = broken("damaged")
     with (folder / "smollm2-scores.parquet").open("ab") as file:
