@@ -302,18 +302,37 @@ _CLEANER = SanitizeHTML(
 )
 
 
+def _is_stale(copies: list[Path], profile: str) -> bool:
+    """Whether a batch run ended before the kept results were last written: then another run made what the page shows.
+
+    A run's own results are older than the last of its notebooks, though not than the first.
+    """
+    results = RESULTS / profile / "provenance.json"
+    return bool(copies) and max(path.stat().st_mtime for path in copies) < results.stat().st_mtime
+
+
 def _notebooks(profile: str, views: Views) -> list[Part]:
-    """The batch run's notebooks as executed, collapsed: its copy, or the committed one where the run has none."""
+    """The batch run's notebooks as executed, collapsed: its copies, or the committed ones where the run has none.
+
+    A run that is older than the kept results is not shown, so that the page never mixes two runs.
+    """
     numbers = get_profile(profile).notebooks
-    found = (path for folder in (NOTEBOOKS, RUNS / profile) for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")))
-    paths = {path.name: path for path in found if path.name[:2] in numbers}
+    of_folder = {
+        folder: {path.name: path for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")) if path.name[:2] in numbers}
+        for folder in (NOTEBOOKS, RUNS / profile)
+    }
+    stale = _is_stale(list(of_folder[RUNS / profile].values()), profile)
+    paths = of_folder[NOTEBOOKS] | ({} if stale else of_folder[RUNS / profile])
     if not paths:
         raise _missing(f"runs/{profile}/01_*.ipynb", profile)
+    as_committed = "as committed, of the profile that its parameters name"
+    if stale:
+        as_committed += f"; the last run, in runs/{profile}, is older than the kept results and not shown"
     parts = []
     for name, path in sorted(paths.items()):
         run, stem, committed = path.parent == RUNS / profile, path.stem, NOTEBOOKS / name
         shown = f"runs/{profile}/{name}" if run else f"notebooks/{name}"
-        note = "the copy of this profile's last run" if run else "as committed, of the profile that its parameters name"
+        note = "the copy of this profile's last run" if run else as_committed
         with _reading(shown, profile):
             cells = nbformat.read(path, as_version=4).cells
             if committed.exists() and _code(cells) != _code(nbformat.read(committed, as_version=4).cells):

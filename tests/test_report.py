@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 from html.parser import HTMLParser
 from io import BytesIO
@@ -202,6 +203,36 @@ def test_notebooks_are_folded_and_say_where_they_come_from(page):
     assert "<strong>bold</strong>" in notebooks
 
 
+def _age(project, run, results):
+    """Times of the run's copies, in the order of its notebooks, and of the kept results."""
+    for name, seconds in zip(("01_first", "02_second"), run, strict=True):
+        path = project / f"runs/smoke/{name}.ipynb"
+        if not path.exists():
+            make_notebook(path, nbformat.v4.new_markdown_cell("# 02 · Of the run"))
+        os.utime(path, (seconds, seconds))
+    os.utime(project / "data/results/smoke/provenance.json", (results, results))
+
+
+def test_a_run_that_ended_after_the_results_were_written_is_shown(project):
+    # The results of its second notebook are younger than the copy of its first.
+    _age(project, run=(1000, 3000), results=2000)
+    page = report.build_report("smoke").read_text(encoding="utf-8")
+    assert page.count("<code>runs/smoke/") == 2 and "Of the run" in page and "older than" not in page
+
+
+def test_a_run_older_than_the_results_gives_way_to_the_committed_notebooks(project):
+    _age(project, run=(1000, 3000), results=4000)
+    page = report.build_report("smoke").read_text(encoding="utf-8")
+    notebooks = page[page.index('<section id="notebooks">') :]
+    assert "<code>runs/smoke/" not in page and "Of the run" not in page and "Not shown" in notebooks
+    assert notebooks.count("the last run, in runs/smoke, is older than the kept results and not shown") == 2
+    # Nothing committed: better none than those of another run.
+    for path in (project / "notebooks").glob("*"):
+        path.unlink()
+    with pytest.raises(DBlastError, match="is missing; run `make reproduce PROFILE=smoke` first"):
+        report.build_report("smoke")
+
+
 def test_html_of_cells_keeps_tables_and_colours_only(page):
     assert '<td style="background:rgba(0,1,2,0.5);">8</td>' in page
     assert "<td>7</td>" in page and 'id="T_1"' not in page
@@ -255,6 +286,8 @@ def test_an_unreadable_input_is_named(project, name, text):
 
 
 def test_a_page_above_the_limit_is_refused_and_its_largest_parts_are_named(project, monkeypatch):
+    # Small enough for a mail.
+    assert report.LIMIT <= 5_000_000
     before = report.build_report("smoke").read_bytes()
     monkeypatch.setattr(report, "LIMIT", len(before))
     report.build_report("smoke")
