@@ -23,6 +23,8 @@ from dblast.online import online_rows
 from dblast.paths import FIGURES, RUNS
 from dblast.profiles import Variant, get_profile
 from dblast.replay import ratio_with_influence, standard_error
+from dblast.report import build_report
+from dblast.reproduce import notebook_paths
 from dblast.results import TABLES, open_table, read_provenance
 from dblast.sampling import get_setting
 from dblast.scoring import score
@@ -51,16 +53,36 @@ def test_every_result_table_was_made_with_provenance():
             assert entry["packages"]["torch"] and entry["seconds"] >= 0
 
 
-def test_figures_and_tables_are_there_and_not_empty():
-    folder = FIGURES / "smoke"
-    names = ["mismatch", "determinism", "oracle", "figure1", "rejections_tiny", "rejections_smollm2"]
-    names += ["gains", "figure3", "figure2_tiny", "figure2_smollm2", "training_tiny", "branch_health_tiny"]
-    for name in names:
-        for suffix in ("pdf", "png", "csv", "txt"):
-            assert (folder / f"{name}.{suffix}").stat().st_size > 20
-    for name in ("table1", "table2_tiny", "table2_smollm2", "table3_tiny", "table5", "table8", "table9_tiny", "oracle"):
-        for suffix in ("csv", "md", "tex"):
-            assert (folder / "tables" / f"{name}.{suffix}").stat().st_size > 20
+def _artefacts() -> set[str]:
+    """What notebooks 01 to 05 write for the profile's plans, under ``figures/smoke``."""
+    figures = ["mismatch", "determinism", "oracle", "figure1", "gains", "figure3"]
+    tables = ["oracle", "table1", "table5", "table8", "claims"]
+    for plan in PROFILE.plans:
+        figures += [f"{name}_{plan.label}" for name in ("rejections", "training", "branch_health", "figure2")]
+        tables += [f"{name}_{plan.label}" for name in ("table2", "table3", "table6_7", "table9")]
+        if any(variant.construction == "whole_block" for variant in plan.variants):
+            tables.append(f"table4_{plan.label}")
+    written = {f"{name}.{suffix}" for name in figures for suffix in ("pdf", "png", "csv", "txt")}
+    return {"claims.csv"} | written | {f"tables/{name}.{suffix}" for name in tables for suffix in ("csv", "md", "tex")}
+
+
+def test_this_run_wrote_every_figure_and_table_and_nothing_else(cache_folder):
+    """What an earlier run left does not count: the run begins by making its cache, with this link."""
+    began = (cache_folder / "targets").lstat().st_mtime
+    folder = FIGURES / PROFILE.name
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != "report.html"]
+    written = {path.relative_to(folder).as_posix() for path in files if path.stat().st_mtime >= began}
+    assert written == _artefacts()
+    assert all(path.stat().st_size > 20 for path in files)
+    notebooks = [RUNS / PROFILE.name / path.name for path in notebook_paths(PROFILE)]
+    assert len(notebooks) == 5 and all(path.stat().st_mtime >= began for path in notebooks)
+
+
+def test_the_report_of_this_run_is_small_and_of_this_run(tmp_path):
+    page = build_report(PROFILE.name, tmp_path / "report.html")
+    assert 200_000 < page.stat().st_size <= 5_000_000
+    text = page.read_text(encoding="utf-8")
+    assert text.count("the copy of this profile&#39;s last run") == 5 and "as committed" not in text
 
 
 def test_tiny_target_is_close_to_its_language():
