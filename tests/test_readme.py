@@ -143,7 +143,10 @@ def test_the_pages_end_where_the_korean_one_refers_to_the_english_one():
 
 @pytest.mark.parametrize(
     ("text", "cpu", "smoke"),
-    [(ENGLISH, r"\(about (\d+) minutes on two cores", r"from scratch in (\d+) minutes"), (KOREAN, r"코어 두 개에서 약 (\d+)분", r"처음부터 (\d+)분")],
+    [
+        (ENGLISH, r"\(about (\d+) minutes on two cores", r"from scratch in (\d+) minutes"),
+        (KOREAN, r"코어 두 개에서 약 (\d+)분", r"처음부터 (\d+)분"),
+    ],
     ids=["English", "Korean"],
 )
 def test_minutes_are_those_of_the_profiles(text, cpu, smoke):
