@@ -2,53 +2,60 @@
 
 from __future__ import annotations
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dblast.plotting import METHOD_COLOURS, SETTING_LABELS, name_settings
+from dblast.plotting import (
+    K_COLOURS,
+    K_MARKERS,
+    MATH_SIZE,
+    METHOD_COLOURS,
+    REFERENCE_COLOUR,
+    SETTING_LABELS,
+    SMALLEST,
+    legend_below,
+    name_settings,
+    panel_grid,
+)
 from dblast.tables import METHODS, SETTINGS_ORDER, read_paper
 
-#: Independent proposals are grey; more branches, warmer (Okabe and Ito).
-_K_COLOURS = {1: "#0072B2", 2: "#E69F00", 4: "#D55E00"}
 _MARKERS = ("o", "s", "D", "^", "v")
 
-#: Causes of a rejection: column, what it is, colour.
+#: Causes of a rejection: column, what it is, colour and hatch. From dark to light, so that grey print keeps them apart.
 CAUSES = (
-    ("underweighted", "offered, with too little probability", "#009E73"),
-    ("other_branch", "only in a branch already contradicted", "#E69F00"),
-    ("not_offered", "among the drafter's top 4, in no branch", "#56B4E9"),
-    ("unknown", "not among the drafter's top 4", "#555555"),
+    ("underweighted", "offered, with too little probability", "#00735C", ""),
+    ("other_branch", "only in a branch already contradicted", "#CC79A7", "xxxx"),
+    ("not_offered", "among the drafter's top 4, in no branch", "#8CCBEF", "////"),
+    ("unknown", "not among the drafter's top 4", "#F4F4F4", "...."),
 )
 
 
 def mismatch_figure(table: pd.DataFrame, block_length: int) -> Figure:
     """Accepted length of every proposal on the solvable process against temperature: sampled left, greedy right."""
-    figure, panels = plt.subplots(1, 2, figsize=(7.2, 2.8), sharey=True, layout="constrained")
+    figure, panels = panel_grid(1, 2, 2.8, sharey=True)
     for axes, decoding, title in zip(
-        panels, ("sampled", "greedy branch"), ("tokens sampled in the branch", "greedy branch"), strict=True
+        panels[0], ("sampled", "greedy branch"), ("tokens sampled in the branch", "greedy branch"), strict=True
     ):
         joint = table[table.decoding == "joint"]
-        axes.plot(joint.temperature, joint.accepted_length, color="black", ls=":", lw=1.4, label="true joint")
+        axes.plot(joint.temperature, joint.accepted_length, color=REFERENCE_COLOUR, ls=":", lw=1.4, label="true joint")
         rows = table[table.decoding == decoding]
         for proposal in dict.fromkeys(rows.proposal):
             part = rows[rows.proposal == proposal]
-            independent = proposal.startswith("independent")
-            colour = METHOD_COLOURS["DFlash"] if independent else _K_COLOURS[int(part.K.iloc[0])]
+            independent, k = proposal.startswith("independent"), int(part.K.iloc[0])
             axes.plot(
                 part.temperature,
                 part.accepted_length,
-                color=colour,
+                color=REFERENCE_COLOUR if independent else K_COLOURS[k],
                 ls="--" if independent else "-",
-                marker="o",
-                ms=2.5,
-                lw=1.5,
-                label="independent, true marginals" if independent else f"K = {int(part.K.iloc[0])}",
+                marker="^" if independent else K_MARKERS[k],
+                ms=3.5,
+                lw=1.4,
+                label="independent, true marginals" if independent else f"K = {k}",
             )
         axes.set(title=title, xlabel="target temperature", ylim=(0, block_length * 1.05))
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=7)
-    panels[0].set_ylabel(f"expected accepted length\n(tokens of b = {block_length})")
+    legend_below(figure, panels[0, 0])
+    panels[0, 0].set_ylabel(f"expected accepted length\n(tokens of b = {block_length})")
     return figure
 
 
@@ -59,23 +66,21 @@ def oracle_figure(summary: pd.DataFrame, block_length: int) -> Figure:
         summary: from :func:`dblast.diagnosis_tables.oracle_summary`.
     """
     targets = list(dict.fromkeys(summary.target))
-    figure, panels = plt.subplots(
-        1, len(targets), figsize=(3.3 * len(targets), 3.0), squeeze=False, sharey=True, layout="constrained"
-    )
+    figure, panels = panel_grid(1, len(targets), 3.0, sharey=True)
     for axes, target in zip(panels[0], targets, strict=True):
         rows = summary[summary.target == target]
         settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
         for i, proposal in enumerate(dict.fromkeys(rows.proposal)):
             part = rows[rows.proposal == proposal].set_index("setting").loc[settings]
             independent = proposal.startswith("independent")
-            colour = METHOD_COLOURS["DFlash"] if independent else _K_COLOURS[int(proposal.split()[1])]
+            k = None if independent else int(proposal.split()[1])
             axes.errorbar(
                 np.arange(len(settings)) + 0.04 * (i - 2),
                 part.accepted_length,
                 part.standard_error,
-                color=colour,
-                ls="--" if independent else "-",
-                marker=_MARKERS[i % len(_MARKERS)],
+                color=REFERENCE_COLOUR if independent else K_COLOURS[k],
+                ls=("--", ":")[i % 2] if independent else "-",
+                marker=("^", "v")[i % 2] if independent else K_MARKERS[k],
                 ms=4,
                 lw=1.3,
                 elinewidth=0.9,
@@ -83,8 +88,9 @@ def oracle_figure(summary: pd.DataFrame, block_length: int) -> Figure:
             )
         name_settings(axes, settings)
         axes.set(title=f"{target} (n = {rows.prefixes.iloc[0]} prefixes each)", xlabel="determinism", ylim=(0, block_length))
+        axes.margins(x=0.08)
     panels[0, 0].set_ylabel(f"expected accepted length\n(tokens of b = {block_length})")
-    panels[0, -1].legend(fontsize=7)
+    legend_below(figure, panels[0, 0], None if len(targets) > 1 else 2)
     return figure
 
 
@@ -97,7 +103,7 @@ def figure1(bins: pd.DataFrame) -> Figure:
     panels = list(bins.groupby(["target", "split"], sort=False, observed=True))
     columns = len(set(bins.split))
     rows = -(-len(panels) // columns)
-    figure, grid = plt.subplots(rows, columns + 1, figsize=(2.9 * (columns + 1), 2.6 * rows), squeeze=False)
+    figure, grid = panel_grid(rows, columns + 1, 2.4 * rows + 0.3)
     for (target, split), axes in zip([key for key, _ in panels], grid[:, :columns].flat, strict=True):
         part = bins[(bins.target == target) & (bins.split == split)]
         middle = (part.bin_low + part.bin_high) / 2
@@ -126,18 +132,21 @@ def figure1(bins: pd.DataFrame) -> Figure:
     axes.set(title="paper (read off its figure)")
     for axes in grid[:, 0]:
         axes.set_ylabel("accepted length (tokens)")
-    grid[0, 0].legend(fontsize=7, loc="lower right")
-    figure.tight_layout()
+    legend_below(figure, grid[0, 0])
     return figure
 
 
 def _bin_axis(axes, middle: pd.Series, counts: pd.Series, gains: pd.Series, tops: pd.Series) -> None:
-    labels = [f"{m - 0.1:.1f}–{m + 0.1:.1f}\nn={n}" for m, n in zip(middle, counts, strict=True)]
-    axes.set_xticks(middle, labels, fontsize=6.5)
+    axes.set_xticks(np.linspace(0, 1, 6))
+    # A second line of labels under the bins between the ticks.
+    axes.set_xticks(middle, [str(n) for n in counts], minor=True)
+    axes.tick_params(axis="x", which="minor", length=0, pad=14, labelsize=SMALLEST)
+    axes.annotate("n =", (0, 0), (-2, -15), textcoords="offset points", ha="right", va="top", fontsize=SMALLEST)
     for m, gain, top in zip(middle, gains, tops, strict=True):
-        text = "" if np.isnan(gain) else f"{gain:+.0f} %"
-        axes.annotate(text, (m, top), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=7)
-    axes.set(xlim=(0, 1), ylim=(0, max(tops) * 1.3), xlabel="early determinism $D_b$")
+        text = "" if np.isnan(gain) else f"{round(gain):+d}%"
+        axes.annotate(text, (m, top), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=SMALLEST)
+    axes.set(xlim=(0, 1), ylim=(0, max(tops) * 1.3))
+    axes.set_xlabel("early determinism $D_b$", fontsize=MATH_SIZE)
 
 
 #: Positions that a smaller share of the blocks reaches are not drawn: a ratio over a handful of blocks, errors included, says nothing.
@@ -154,9 +163,7 @@ def rejections_figure(summary: pd.DataFrame, target: str) -> Figure:
     """
     rows = summary[summary.target == target]
     settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
-    figure, grid = plt.subplots(
-        2, len(settings), figsize=(2.7 * len(settings), 4.9), squeeze=False, sharey="row", layout="constrained"
-    )
+    figure, grid = panel_grid(2, len(settings), 4.8, sharey="row")
     methods = [m for m in METHODS if m in set(rows.method)]
     for column, setting in enumerate(settings):
         top, bottom = grid[:, column]
@@ -175,19 +182,21 @@ def rejections_figure(summary: pd.DataFrame, target: str) -> Figure:
                 label=method,
             )
         floor = np.zeros(len(methods))
-        for cause, label, colour in CAUSES:
+        for cause, label, colour, hatch in CAUSES:
             share = np.array(
                 [100 * rows[(rows.setting == setting) & (rows.method == m)][cause].sum() for m in methods]
             )
-            bottom.bar(range(len(methods)), share, 0.7, bottom=floor, color=colour, label=label)
+            bottom.bar(
+                range(len(methods)), share, 0.7, bottom=floor, color=colour, hatch=hatch, ec="#333333", lw=0.4, label=label
+            )  # fmt: skip
             floor += share
         top.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="position in the block", ylim=(0, 1.02))
         top.set_xlim(0.7, summary.position.max() + 0.3)
-        bottom.set_xticks(range(len(methods)), methods, rotation=30, ha="right")
+        bottom.set_xticks(range(len(methods)), [method.replace("+", "\n+") for method in methods])
         bottom.set_ylim(0, 100)
     grid[0, 0].set_ylabel("P(accepted | reached)")
-    grid[1, 0].set_ylabel(f"blocks ended by (%)\n{target}, n = {rows.n.max()} prompts")
-    grid[0, 0].legend(fontsize=7)
-    handles, labels = grid[1, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=7)
+    grid[1, 0].set_ylabel("blocks ended by (%)")
+    grid[0, -1].legend()
+    figure.suptitle(f"{target}, n = {rows.n.max()} prompts")
+    legend_below(figure, grid[1, 0], 2)
     return figure

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
 from dblast.errors import DBlastError
 from dblast.estimates import Estimate, held_out_at_chosen
-from dblast.plotting import METHOD_COLOURS, SETTING_LABELS
+from dblast.plotting import K_COLOURS, K_MARKERS, SETTING_LABELS, legend_below, panel_grid
 from dblast.tables import (
     SETTINGS_ORDER,
     Table,
@@ -152,23 +151,20 @@ def loss_figure(rows: pd.DataFrame) -> Figure:
     target = rows.target.iloc[0]
     settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
     losses = [loss for loss in LOSSES if loss in set(rows.loss)]
-    figure, panels = plt.subplots(
-        1, len(settings), figsize=(2.3 * len(settings) + 0.8, 0.24 * len(losses) + 1.3), sharey=True, squeeze=False,
-        layout="constrained",
-    )  # fmt: skip
-    marks = {1: ("o", METHOD_COLOURS["DFlash"]), 4: ("s", METHOD_COLOURS["DBlast"])}
+    figure, panels = panel_grid(1, len(settings), 0.24 * len(losses) + 1.3, sharey=True)
     for axes, setting in zip(panels[0], settings, strict=True):
-        for k, (marker, colour) in marks.items():
+        for k in (1, 4):
             part = rows[(rows.setting == setting) & (rows.K == k)].set_index("loss")
             part = part.loc[[loss for loss in losses if loss in part.index]]
             places = [losses.index(loss) + (0.16 if k > 1 else -0.16) for loss in part.index]
             axes.errorbar(
-                part.gain, places, xerr=(part.gain - part.gain_low, part.gain_high - part.gain), fmt=marker, ms=4, color=colour, elinewidth=0.9, label=f"K = {k}"
-            )
+                part.gain, places, xerr=(part.gain - part.gain_low, part.gain_high - part.gain), fmt=K_MARKERS[k], ms=4, color=K_COLOURS[k], elinewidth=0.9,
+                label=f"K = {k}",
+            )  # fmt: skip
         axes.axvline(0, color="black", lw=0.8)
         axes.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="gain (%)")
         axes.set_yticks(range(len(losses)), losses)
     panels[0, 0].invert_yaxis()
-    figure.suptitle(f"accepted length over DFlash fine-tuned with NLL; {target}, n = {rows.n.max()} prompts", fontsize=9)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    figure.suptitle(f"accepted length over DFlash fine-tuned with NLL; {target}, n = {rows.n.max()} prompts")
+    legend_below(figure, panels[0, 0])
     return figure

@@ -18,20 +18,36 @@ from PIL import Image
 from dblast.paths import FIGURES
 from dblast.tables import OBJECTIVE_NAMES, SETTINGS_ORDER, paper_gains, read_paper
 
-#: Okabe and Ito's colour-blind-safe palette; a method keeps its colour in every figure.
+#: Okabe and Ito's colour-blind-safe palette; a method keeps its colour in every figure, and nothing else has it.
 METHOD_COLOURS = {"DFlash": "#555555", "DFlash+AL": "#0072B2", "DFlash+DS": "#E69F00", "DBlast": "#D55E00"}
 LOSS_COLOURS = {"NLL": METHOD_COLOURS["DFlash+DS"], "AL": METHOD_COLOURS["DBlast"]}
+#: Number of categories where no method is meant: one hue, darker with K, so that the order survives grey print.
+K_COLOURS = {1: "#A98BD0", 2: "#7444AE", 4: "#35105F"}
+K_MARKERS = {1: "o", 2: "s", 4: "D"}
+#: Targets, in a profile's order.
+TARGET_COLOURS = ("#882255", "#999933", "#000000", "#44AA99")
+#: What needs no drafter, or comes before every method: the true joint, independent proposals, pre-training.
+REFERENCE_COLOUR = "#000000"
 SETTING_LABELS = {"high": "high\n(T=0.7)", "medium": "medium\n(T=1.0)", "low": "low\n(T=1.5)"}
 
+#: Widths of a paper's figures in inches. Files are saved as large as that: what is set here is what a reader sees.
+ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0
+#: No text is smaller (points). Subscripts are set at 0.7 of their line: a line that has one is MATH_SIZE.
+SMALLEST, MATH_SIZE = 6.5, 9.4
+
 STYLE = {
-    "figure.dpi": 90,
-    "savefig.bbox": "tight",
-    "font.size": 9,
-    "axes.titlesize": 9,
-    "axes.labelsize": 9,
-    "legend.fontsize": 8,
+    "figure.dpi": 110,
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "figure.titlesize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "hatch.linewidth": 0.6,
     "legend.frameon": False,
     "axes.grid": True,
+    "axes.axisbelow": True,
     "grid.alpha": 0.3,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -60,6 +76,28 @@ def palette_png(figure: Figure, colours: int = 64) -> bytes:
     return small.getvalue()
 
 
+def panel_grid(rows: int, columns: int, height: float, width: float | None = None, **options) -> tuple[Figure, np.ndarray]:
+    """A figure as wide as one column of a page, or as two where panels stand side by side.
+
+    Args:
+        rows, columns: of panels.
+        height: of the figure, inches.
+        width: one of the two, where the number of panels is not what decides.
+        options: of ``matplotlib.pyplot.subplots``.
+
+    Returns:
+        The figure and its axes, (rows, columns).
+    """
+    width = width or (ONE_COLUMN if columns == 1 else TWO_COLUMNS)
+    return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
+
+
+def legend_below(figure: Figure, axes, columns: int | None = None) -> None:
+    """The legend of ``axes`` under all panels, where it hides no data; in one line unless ``columns`` are given."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns or len(labels))
+
+
 def save_figure(figure: Figure, profile: str, name: str, caption: str, data: pd.DataFrame) -> list[Path]:
     """Write ``figures/<profile>/<name>.{pdf,png,csv,txt}``: figure twice, its data, its caption.
 
@@ -78,10 +116,9 @@ def save_figure(figure: Figure, profile: str, name: str, caption: str, data: pd.
 def determinism_figure(table: pd.DataFrame) -> Figure:
     """Mean largest probability and entropy of the target by setting, one panel each; error bars ±1 SEM over prompts."""
     targets = list(dict.fromkeys(table.target))
-    figure, panels = plt.subplots(1, 2, figsize=(6.4, 2.7), layout="constrained")
-    palette = dict(zip(targets, sns.color_palette("colorblind", len(targets)), strict=True))
+    figure, panels = panel_grid(1, 2, 2.5)
     for axes, (column, label) in zip(
-        panels, [("p_max", "largest probability of p"), ("entropy", "entropy of p (nats)")], strict=True
+        panels[0], [("p_max", "largest probability of p"), ("entropy", "entropy of p (nats)")], strict=True
     ):
         sns.pointplot(
             table,
@@ -90,10 +127,12 @@ def determinism_figure(table: pd.DataFrame) -> Figure:
             hue="target",
             order=[s for s in SETTINGS_ORDER if s in set(table.setting)],
             errorbar="se",
-            palette=palette,
+            palette=dict(zip(targets, TARGET_COLOURS, strict=False)),
             markers=["o", "s", "D", "^"][: len(targets)],
             ax=axes,
-            legend=axes is panels[0],
+            legend=axes is panels[0, 0],
+            markersize=5,
+            linewidth=1.4,
             err_kws={"linewidth": 1.2},
         )
         name_settings(axes, [tick.get_text() for tick in axes.get_xticklabels()])
@@ -109,23 +148,23 @@ def name_settings(axes, settings: list[str]) -> None:
 def training_figure(history: pd.DataFrame, target: str) -> Figure:
     """Loss and accepted length per anchor over training: pre-training left, main fine-tuned variants right."""
     rows = history[history.target == target]
-    figure, panels = plt.subplots(2, 2, figsize=(6.8, 4.4), layout="constrained", sharex="col")
+    figure, panels = panel_grid(2, 2, 4.2, sharex="col")
     pre = rows[rows.stage == "pretrain"]
     fine = rows[(rows.stage == "finetune") & rows.K.isin([1, 4]) & (rows.construction == "all_prefixes")]
     for axes, column in ((panels[0, 0], "training_loss"), (panels[1, 0], "accepted_per_anchor")):
-        axes.plot(pre.anchors / 1000, pre[column], color="#009E73", marker="o", ms=3)
+        axes.plot(pre.anchors / 1000, pre[column], color=REFERENCE_COLOUR, marker="o", ms=3)
     for (k, loss), part in fine.groupby(["K", "loss"]):
-        colour = METHOD_COLOURS[_method(k, loss)]
+        line = {"color": METHOD_COLOURS[_method(k, loss)], "ls": "--" if k == 1 else "-", "label": f"K = {k}, {loss}"}
         mean = part.groupby("anchors")[["training_loss", "accepted_per_anchor"]].mean().reset_index()
         for axes, column in ((panels[0, 1], "training_loss"), (panels[1, 1], "accepted_per_anchor")):
-            axes.plot(mean.anchors / 1000, mean[column], color=colour, marker="o", ms=3, label=f"K = {k}, {loss}")
+            axes.plot(mean.anchors / 1000, mean[column], marker="o" if loss == "AL" else "s", ms=3, **line)
     objective = OBJECTIVE_NAMES.get(pre.loss.iloc[0], pre.loss.iloc[0])
     panels[0, 0].set(title=f"pre-training ({objective})", ylabel="loss (nats per token)")
     panels[0, 1].set(title="fine-tuning (mean over seeds)", ylabel="loss (nats per block)")
     panels[1, 0].set(xlabel="anchors seen (thousands)", ylabel="accepted length\nper anchor (tokens)")
     panels[1, 1].set(xlabel="anchors seen (thousands)")
     panels[1, 1].legend()
-    figure.suptitle(f"target: {target}", fontsize=9)
+    figure.suptitle(f"target: {target}")
     return figure
 
 
@@ -133,7 +172,8 @@ def branch_health_figure(history: pd.DataFrame, target: str, k: int = 4) -> Figu
     """Are all K branches alive? Effective number, distinct first tokens and share of each winner over fine-tuning."""
     rows = history[(history.target == target) & (history.stage == "finetune") & (history.K == k)]
     rows = rows[rows.construction == "all_prefixes"]
-    figure, panels = plt.subplots(1, 3, figsize=(6.8, 2.5), layout="constrained")
+    figure, grid = panel_grid(1, 3, 2.5)
+    panels = grid[0]
     losses = [loss for loss in LOSS_COLOURS if loss in set(rows.loss)]
     shares = [f"wins_{z + 1}" for z in range(k)]
     for loss in losses:
@@ -150,8 +190,8 @@ def branch_health_figure(history: pd.DataFrame, target: str, k: int = 4) -> Figu
         panels[2].bar(places, 100 * heights, 0.38, color=LOSS_COLOURS[loss], label=loss)
     panels[2].set(title="wins by rank", xlabel="branch (most often first)", ylabel="% of blocks")
     panels[2].set_xticks(range(k), [str(z + 1) for z in range(k)])
-    panels[0].legend()
-    figure.suptitle(f"target: {target}, K = {k}", fontsize=9)
+    panels[0].legend(loc="lower right")
+    figure.suptitle(f"target: {target}, K = {k}")
     return figure
 
 
@@ -163,12 +203,12 @@ def gains_figure(gains: pd.DataFrame, paper_target: str = "Qwen3-8B") -> Figure:
     """Gain over DFlash in per cent by setting and method, ours with 95 % intervals beside the paper's averages."""
     targets = list(dict.fromkeys(gains.target))
     # Own scales: a weak drafter's relative gains can be far wider than the others.
-    figure, panels = plt.subplots(1, len(targets) + 1, figsize=(3.0 * (len(targets) + 1), 2.9))
+    figure, panels = panel_grid(1, len(targets) + 1, 2.8)
     methods = list(METHOD_COLOURS)[1:]
     paper = paper_gains()
     paper = paper[paper.target == paper_target].assign(gain_low=lambda p: p.gain, gain_high=lambda p: p.gain)
     for axes, (title, rows) in zip(
-        panels,
+        panels[0],
         [*((t, gains[gains.target == t]) for t in targets), (f"paper: {paper_target}", paper)],
         strict=True,
     ):
@@ -182,21 +222,20 @@ def gains_figure(gains: pd.DataFrame, paper_target: str = "Qwen3-8B") -> Figure:
         name_settings(axes, settings)
         n = f" (n = {rows.n.iloc[0]} prompts)" if "n" in rows else ""
         axes.set(title=title + n, xlabel="determinism")
-    panels[0].set_ylabel("gain over DFlash (%)")
-    panels[-1].legend(loc="upper left")
-    figure.tight_layout()
+    panels[0, 0].set_ylabel("gain over DFlash (%)")
+    legend_below(figure, panels[0, 0])
     return figure
 
 
 def figure2(rows: pd.DataFrame, target: str) -> Figure:
     """Figure 2: accepted length against Z_T at K = 4, one panel a setting, ±1 SEM, the best point marked."""
     settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
-    figure, panels = plt.subplots(1, len(settings), figsize=(2.6 * len(settings) + 0.6, 2.7), squeeze=False)
+    figure, panels = panel_grid(1, len(settings), 2.8)
     for axes, setting in zip(panels[0], settings, strict=True):
         for loss, colour in LOSS_COLOURS.items():
             part = rows[(rows.setting == setting) & (rows.loss == loss)].sort_values("category_temperature")
             axes.errorbar(
-                part.category_temperature,
+                part.category_temperature + (0.015 if loss == "AL" else -0.015),
                 part.accepted_length,
                 part.standard_error,
                 color=colour,
@@ -208,18 +247,24 @@ def figure2(rows: pd.DataFrame, target: str) -> Figure:
             )
             best = part.loc[part.accepted_length.idxmax()]
             axes.plot(best.category_temperature, best.accepted_length, marker="*", ms=10, color=colour, mec="black", mew=0.5)
-        axes.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="category temperature $Z_T$")
-    panels[0, 0].set_ylabel(f"accepted length (tokens)\n{target}, K = 4, n = {rows.n.iloc[0]} prompts")
-    panels[0, 0].legend()
-    figure.tight_layout()
+        axes.set(title=SETTING_LABELS[setting].replace("\n", " "))
+        axes.set_xlabel("category temperature $Z_T$", fontsize=MATH_SIZE)
+    panels[0, 0].set_ylabel("accepted length (tokens)")
+    figure.suptitle(f"{target}, K = 4, n = {rows.n.iloc[0]} prompts")
+    legend_below(figure, panels[0, 0])
     return figure
 
 
-def _box(axes, x, y, width, height, text, colour="#FFFFFF") -> None:
+#: Fills of Figure 3: what goes in and comes out, DFlash's parts, DBlast's own; tints of their methods' colours.
+_PLAIN, _DFLASH, _DBLAST = "#FFFFFF", "#DDDDDD", "#F7DFCC"
+
+
+def _box(axes, x, y, width, height, text, colour=_PLAIN) -> None:
     axes.add_patch(
         FancyBboxPatch((x, y), width, height, boxstyle="round,pad=0.02", fc=colour, ec="#333333", lw=0.9)
     )
-    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=7.5)
+    size = MATH_SIZE if "$" in text else None
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=size)
 
 
 def _arrow(axes, start, end, **style) -> None:
@@ -228,43 +273,43 @@ def _arrow(axes, start, end, **style) -> None:
 
 def figure3(block_length: int = 3, categories: int = 3) -> Figure:
     """Figure 3: the architecture, drawn: target taps and masked block in, K branches and a prior out."""
-    figure, axes = plt.subplots(figsize=(6.8, 3.6))
-    axes.set(xlim=(0, 10), ylim=(0, 5.4))
+    figure, panels = panel_grid(1, 1, 3.7, TWO_COLUMNS)
+    axes = panels[0, 0]
+    axes.set(xlim=(0, 9), ylim=(0.2, 5.3))
     axes.axis("off")
     slots = ["anchor"] + ["MASK"] * block_length
     width = 0.95
-    _box(axes, 0.1, 0.3, 2.2, 0.6, "target hidden states\n(taps, before anchor)", "#E8E8E8")
-    _box(axes, 0.1, 1.5, 2.2, 0.6, "fc, hidden_norm\n(context feature)", "#CFE5F3")
+    _box(axes, 0.1, 0.3, 2.2, 0.6, "target hidden states\n(taps, before anchor)", _PLAIN)
+    _box(axes, 0.1, 1.5, 2.2, 0.6, "fc, hidden_norm\n(context feature)", _DFLASH)
     _arrow(axes, (1.2, 0.95), (1.2, 1.45))
     left = 3.2
-    _box(axes, left - 0.1, 1.5, (width + 0.1) * len(slots), 0.6, "draft layers, all slots in one pass", "#CFE5F3")
+    _box(axes, left - 0.1, 1.5, (width + 0.1) * len(slots), 0.6, "draft layers, all slots in one pass", _DFLASH)
     _arrow(axes, (2.35, 1.8), (left - 0.15, 1.8))
-    axes.text(2.72, 1.95, "K, V", fontsize=7, ha="center")
+    axes.text(2.72, 1.95, "K, V", ha="center")
     for i, slot in enumerate(slots):
         x = left + i * (width + 0.1)
-        _box(axes, x, 0.3, width - 0.1, 0.5, slot, "#E8E8E8")
+        _box(axes, x, 0.3, width - 0.1, 0.5, slot, _PLAIN)
         _arrow(axes, (x + 0.42, 0.85), (x + 0.42, 1.45))
         _arrow(axes, (x + 0.42, 2.15), (x + 0.42, 2.45))
-        axes.text(x + 0.42, 2.6, f"$h_{i}$", ha="center", va="center", fontsize=9)
-    _box(axes, 0.9, 3.2, 2.2, 0.6, r"prior $\ell = W h_0$" + "\n" + r"$q(z|y)=\mathrm{softmax}(\ell/Z_T)$", "#FBE3CF")
+        axes.text(x + 0.42, 2.6, f"$h_{i}$", ha="center", va="center", fontsize=MATH_SIZE)
+    _box(axes, 0.9, 3.2, 2.2, 0.6, r"prior $\ell = W h_0$" + "\n" + r"$q(z|y)=\mathrm{softmax}(\ell/Z_T)$", _DBLAST)
     _arrow(axes, (left + 0.3, 2.75), (2.5, 3.15))
     span = (width + 0.1) * block_length
     start = left + width + 0.1
-    _box(axes, start, 3.2, span, 0.6, r"expander $h_{i,z} = h_i + g_z(h_i)$", "#FBE3CF")
+    _box(axes, start, 3.2, span, 0.6, r"expander $h_{i,z} = h_i + g_z(h_i)$", _DBLAST)
     for i in range(1, block_length + 1):
         _arrow(axes, (left + i * (width + 0.1) + 0.42, 2.78), (left + i * (width + 0.1) + 0.42, 3.15))
-    colours = sns.color_palette("colorblind", categories)
     for z in range(categories):
         y = 4.9 - 0.38 * z
         for i in range(block_length):
             x = start + i * (width + 0.1)
-            axes.add_patch(FancyBboxPatch((x, y), width - 0.15, 0.26, boxstyle="round,pad=0.01", fc=colours[z], alpha=0.45))
-            axes.text(x + 0.4, y + 0.11, f"$\\hat x_{{{i + 1},{z + 1}}}$", ha="center", va="center", fontsize=7.5)
-        axes.text(start - 0.2, y + 0.12, f"z = {z + 1}", ha="right", va="center", fontsize=7.5)
+            axes.add_patch(FancyBboxPatch((x, y), width - 0.15, 0.26, boxstyle="round,pad=0.01", fc=_DBLAST, ec="#333333", lw=0.5))
+            axes.text(x + 0.4, y + 0.11, f"$\\hat x_{{{i + 1},{z + 1}}}$", ha="center", va="center", fontsize=MATH_SIZE)
+        axes.text(start - 0.2, y + 0.12, f"z = {z + 1}", ha="right", va="center")
     _arrow(axes, (start + span / 2, 3.85), (start + span / 2, 4.08))
     _arrow(axes, (2.0, 3.85), (start - 0.75, 4.45), connectionstyle="arc3,rad=-0.2")
-    axes.text(1.25, 4.45, "sample z", fontsize=7.5)
-    axes.text(start + span + 0.1, 4.55, "LM head\n(target's, frozen)\nargmax per slot", fontsize=7, va="center")
+    axes.text(1.25, 4.45, "sample z")
+    axes.text(start + span + 0.1, 4.55, "LM head\n(target's, frozen)\nargmax per slot", va="center")
     return figure
 
 

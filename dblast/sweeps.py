@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -17,7 +16,7 @@ from matplotlib.figure import Figure
 from dblast.errors import DBlastError
 from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.plans import Plan, Profile
-from dblast.plotting import METHOD_COLOURS, SETTING_LABELS
+from dblast.plotting import METHOD_COLOURS, SETTING_LABELS, legend_below, panel_grid
 from dblast.tables import (
     METHODS,
     SETTINGS_ORDER,
@@ -195,9 +194,7 @@ def sweep_figure(rows: pd.DataFrame, label: str, even: bool = False) -> Figure:
     value = rows.columns[0]
     values = list(dict.fromkeys(rows[value]))
     settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
-    figure, panels = plt.subplots(
-        1, len(settings), figsize=(2.3 * len(settings) + 0.3, 2.6), squeeze=False, layout="constrained"
-    )  # fmt: skip
+    figure, panels = panel_grid(1, len(settings), 2.6)
     for axes, setting in zip(panels[0], settings, strict=True):
         for marker, method in zip("osD^", METHODS, strict=True):
             part = rows[(rows.setting == setting) & (rows.method == method)]
@@ -212,9 +209,8 @@ def sweep_figure(rows: pd.DataFrame, label: str, even: bool = False) -> Figure:
         axes.set_xticks(range(len(values)) if even else values, [f"{v:g}" for v in values])
         axes.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel=label)
     panels[0, 0].set_ylabel("accepted length (tokens)")
-    figure.suptitle(f"n = {rows.n.max()} prompts, {rows.seeds.max()} training seed(s)", fontsize=9)
-    handles, names = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    figure.suptitle(f"n = {rows.n.max()} prompts, {rows.seeds.max()} training seed(s)")
+    legend_below(figure, panels[0, 0])
     return figure
 
 
@@ -227,9 +223,7 @@ def training_setting_figure(rows: pd.DataFrame, trained: str) -> Figure:
     """
     targets = list(dict.fromkeys(rows.target))
     settings = [s for s in SETTINGS_ORDER if s in set(rows.setting)]
-    figure, panels = plt.subplots(
-        1, len(targets), figsize=(3.2 * len(targets), 2.8), squeeze=False, layout="constrained"
-    )  # fmt: skip
+    figure, panels = panel_grid(1, len(targets), 2.8)
     for axes, target in zip(panels[0], targets, strict=True):
         part = rows[(rows.target == target) & (rows.trained == trained)]
         for place, (marker, method) in enumerate(zip("osD^", METHODS, strict=True)):
@@ -243,8 +237,7 @@ def training_setting_figure(rows: pd.DataFrame, trained: str) -> Figure:
         axes.set_xticks(range(len(settings)), settings)
         axes.set(title=f"{target}, n = {part.n.max()} prompts, {part.seeds.max()} seed(s)", xlabel="determinism in evaluation")
     panels[0, 0].set_ylabel(f"change by training on {trained}\ninstead of high determinism (%)")
-    handles, names = panels[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    legend_below(figure, panels[0, 0])
     return figure
 
 
