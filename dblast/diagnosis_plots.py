@@ -141,7 +141,7 @@ def _bin_axis(axes, middle: pd.Series, counts: pd.Series, gains: pd.Series, tops
     # A second line of labels under the bins between the ticks.
     axes.set_xticks(middle, [str(n) for n in counts], minor=True)
     axes.tick_params(axis="x", which="minor", length=0, pad=14, labelsize=SMALLEST)
-    axes.annotate("n =", (0, 0), (-2, -15), textcoords="offset points", ha="right", va="top", fontsize=SMALLEST)
+    axes.annotate("n =", (0, 0), (-2, -14), textcoords="offset points", ha="right", va="top", fontsize=SMALLEST)
     for m, gain, top in zip(middle, gains, tops, strict=True):
         text = "" if np.isnan(gain) else f"{round(gain):+d}%"
         axes.annotate(text, (m, top), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=SMALLEST)

@@ -6,6 +6,7 @@ import html
 
 import pandas as pd
 
+from dblast.captions import over_prompts
 from dblast.estimates import held_out_at_chosen
 from dblast.replay import ratio_with_influence, standard_error
 from dblast.tables import SETTINGS_ORDER, Table, read_paper
@@ -56,8 +57,8 @@ def oracle_display(summary: pd.DataFrame) -> Table:
     return Table(
         "oracle",
         "Oracle proposals",
-        "Expected accepted length of one draft step without any drafter. Independent proposals: made from one half of a "
-        "prefix's sampled continuations, scored on the other. Blocks: the best among the sampled ones, their worth exact, "
+        "Expected accepted length in tokens of one draft step without any drafter. Independent proposals: made from one half "
+        "of a prefix's sampled continuations, scored on the other. Blocks: the best among the sampled ones, their worth exact, "
         "a lower bound on the best there are. ± one standard error over prompts.",
         summary,
         display.loc[index, order].fillna(""),
@@ -140,7 +141,7 @@ def table5(bins: pd.DataFrame) -> Table:
         "table5",
         "Table 5",
         "Accepted length of one draft step by early determinism D_b: independent (K = 1, NLL) against dependent "
-        "(K = 4, AL), ± one standard error over prompts and training seeds, gain with a 95 % interval "
+        f"(K = 4, AL), ± one standard error over {over_prompts(bins.seeds.max())}, gain with a 95 % interval "
         f"(– where the independent draft accepts nothing; no interval from fewer than {FEW} prompts).",
         bins,
         pd.DataFrame(lines).set_index(["target", "prompts", "D_b"]),

@@ -7,20 +7,11 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dblast.captions import error_words, seeds_in_words
 from dblast.errors import DBlastError
 from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.plotting import K_COLOURS, K_MARKERS, SETTING_LABELS, legend_below, panel_grid
-from dblast.tables import (
-    SETTINGS_ORDER,
-    Table,
-    error_words,
-    length_columns,
-    paired_difference,
-    paired_gain,
-    per_cent,
-    plus_minus,
-    seed_count,
-)
+from dblast.tables import SETTINGS_ORDER, Table, length_columns, paired_difference, paired_gain, per_cent, plus_minus
 
 #: Every loss compared, in the order of the tables: what it asks for, and whose it is.
 LOSSES: dict[str, tuple[str, str]] = {
@@ -109,11 +100,12 @@ def loss_table(scores: pd.DataFrame, target: str) -> Table:
         line[f"{row.setting} over NLL"] = "" if row.loss == "NLL" else gain
     display = pd.DataFrame.from_dict(lines, orient="index")
     display.index = pd.MultiIndex.from_tuples(display.index, names=["K", "loss"])
+    seeds = rows.seeds.max()
     return Table(
         f"losses_{target}",
         f"Losses ({target})",
-        f"Accepted length without bonus token by loss, held-out prompts (n = {rows.n.max()}), {seed_count(rows)}, Z_T "
-        f"chosen on the calibration split; gains over NLL with the same K. {error_words(rows)}",
+        f"Accepted length without bonus token by loss, held-out prompts (n = {rows.n.max()}), {seeds_in_words(seeds)}, Z_T "
+        f"chosen on the calibration split; gains over NLL with the same K. {error_words(seeds)}",
         rows,
         display,
     )
@@ -158,8 +150,8 @@ def loss_figure(rows: pd.DataFrame) -> Figure:
             part = part.loc[[loss for loss in losses if loss in part.index]]
             places = [losses.index(loss) + (0.16 if k > 1 else -0.16) for loss in part.index]
             axes.errorbar(
-                part.gain, places, xerr=(part.gain - part.gain_low, part.gain_high - part.gain), fmt=K_MARKERS[k], ms=4, color=K_COLOURS[k], elinewidth=0.9,
-                label=f"K = {k}",
+                part.gain, places, xerr=(part.gain - part.gain_low, part.gain_high - part.gain), fmt=K_MARKERS[k], ms=4,
+                color=K_COLOURS[k], elinewidth=0.9, label=f"K = {k}",
             )  # fmt: skip
         axes.axvline(0, color="black", lw=0.8)
         axes.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="gain (%)")

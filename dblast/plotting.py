@@ -154,10 +154,10 @@ def training_figure(history: pd.DataFrame, target: str) -> Figure:
     for axes, column in ((panels[0, 0], "training_loss"), (panels[1, 0], "accepted_per_anchor")):
         axes.plot(pre.anchors / 1000, pre[column], color=REFERENCE_COLOUR, marker="o", ms=3)
     for (k, loss), part in fine.groupby(["K", "loss"]):
-        line = {"color": METHOD_COLOURS[_method(k, loss)], "ls": "--" if k == 1 else "-", "label": f"K = {k}, {loss}"}
+        line = {"color": METHOD_COLOURS[_method(k, loss)], "ls": "--" if k == 1 else "-", "zorder": 3 if k == 1 else 2}
         mean = part.groupby("anchors")[["training_loss", "accepted_per_anchor"]].mean().reset_index()
         for axes, column in ((panels[0, 1], "training_loss"), (panels[1, 1], "accepted_per_anchor")):
-            axes.plot(mean.anchors / 1000, mean[column], marker="o" if loss == "AL" else "s", ms=3, **line)
+            axes.plot(mean.anchors / 1000, mean[column], marker="o" if loss == "AL" else "s", ms=3, label=f"K = {k}, {loss}", **line)
     objective = OBJECTIVE_NAMES.get(pre.loss.iloc[0], pre.loss.iloc[0])
     panels[0, 0].set(title=f"pre-training ({objective})", ylabel="loss (nats per token)")
     panels[0, 1].set(title="fine-tuning (mean over seeds)", ylabel="loss (nats per block)")

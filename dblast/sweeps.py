@@ -13,21 +13,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from dblast.captions import error_words, seeds_in_words
 from dblast.errors import DBlastError
 from dblast.estimates import Estimate, held_out_at_chosen
 from dblast.plans import Plan, Profile
 from dblast.plotting import METHOD_COLOURS, SETTING_LABELS, legend_below, panel_grid
-from dblast.tables import (
-    METHODS,
-    SETTINGS_ORDER,
-    Table,
-    error_words,
-    length_columns,
-    paired_gain,
-    per_cent,
-    plus_minus,
-    seed_count,
-)
+from dblast.tables import METHODS, SETTINGS_ORDER, Table, length_columns, paired_gain, per_cent, plus_minus
 
 
 #: What the swept columns are called in tables.
@@ -164,7 +155,7 @@ def sweep_table(rows: pd.DataFrame, name: str, title: str, what: str, against: s
         what: what the gain is over, in words.
         against: "over_base" or "gain".
     """
-    value = rows.columns[0]
+    value, seeds = rows.columns[0], rows.seeds.max()
     lines: dict[tuple, dict[str, str]] = {}
     for row in rows.to_dict("records"):
         line = lines.setdefault((row[value], row["method"]), {})
@@ -177,7 +168,7 @@ def sweep_table(rows: pd.DataFrame, name: str, title: str, what: str, against: s
         name,
         title,
         f"Accepted length without bonus token by {VALUE_WORDS.get(value, value)}, held-out prompts (n = {rows.n.max()}), "
-        f"{seed_count(rows)}, Z_T chosen on the calibration split; gains {what}. {error_words(rows)}",
+        f"{seeds_in_words(seeds)}, Z_T chosen on the calibration split; gains {what}. {error_words(seeds)}",
         rows,
         display,
     )
@@ -209,7 +200,7 @@ def sweep_figure(rows: pd.DataFrame, label: str, even: bool = False) -> Figure:
         axes.set_xticks(range(len(values)) if even else values, [f"{v:g}" for v in values])
         axes.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel=label)
     panels[0, 0].set_ylabel("accepted length (tokens)")
-    figure.suptitle(f"n = {rows.n.max()} prompts, {rows.seeds.max()} training seed(s)")
+    figure.suptitle(f"n = {rows.n.max()} prompts, {seeds_in_words(rows.seeds.max())}")
     legend_below(figure, panels[0, 0])
     return figure
 
@@ -235,7 +226,7 @@ def training_setting_figure(rows: pd.DataFrame, trained: str) -> Figure:
             )  # fmt: skip
         axes.axhline(0, color="black", lw=0.8)
         axes.set_xticks(range(len(settings)), settings)
-        axes.set(title=f"{target}, n = {part.n.max()} prompts, {part.seeds.max()} seed(s)", xlabel="determinism in evaluation")
+        axes.set(title=f"{target}, n = {part.n.max()} prompts, {seeds_in_words(part.seeds.max())}", xlabel="determinism in evaluation")
     panels[0, 0].set_ylabel(f"change by training on {trained}\ninstead of high determinism (%)")
     legend_below(figure, panels[0, 0])
     return figure

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 
 from dblast.bootstrap import Resampled, bootstrap_gain
+from dblast.captions import seeds_in_words
 from dblast.errors import DBlastError
 from dblast.estimates import (
     VARIANT_COLUMNS,
@@ -126,18 +127,6 @@ BRACKETS = (
 )
 
 
-def seed_count(rows: pd.DataFrame) -> str:
-    """How many training seeds the rows (column ``seeds``) have, in words."""
-    count = rows.seeds.max()
-    return f"{count} training seed{'s' if count > 1 else ''}"
-
-
-def error_words(rows: pd.DataFrame) -> str:
-    """What ± is in a table of lengths and gains, by its number of training seeds (column ``seeds``)."""
-    seeds = " and training seeds" if rows.seeds.max() > 1 else ""
-    return f"± one standard error: over prompts for lengths, over prompts (paired){seeds} for gains."
-
-
 def paired_gain(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
     """Macro-averaged gain on the seeds both have, paired by prompt, with the noise of training seeds."""
     return with_seed_noise(gain, *common_seeds(ours, base), macro=True)
@@ -194,7 +183,7 @@ def table2(scores: pd.DataFrame, target: str, footnote: str = "") -> Table:
     return Table(
         f"table2_{target}",
         f"Table 2 ({target})",
-        f"Accepted length without bonus token, held-out prompts (n = {n}), {chosen.seed.nunique()} training seed(s); "
+        f"Accepted length without bonus token, held-out prompts (n = {n}), {seeds_in_words(chosen.seed.nunique())}; "
         "± one standard error over prompts (those of single tasks are in the CSV file), seed spread: standard deviation over "
         f"training seeds (tokens); {BRACKETS}. {footnote}".strip(),
         gains.beside(accepted_length_rows(chosen)),
@@ -273,7 +262,7 @@ def table3(scores: pd.DataFrame, target: str) -> Table:
         f"table3_{target}",
         f"Table 3 ({target})",
         f"Accepted length by number of categories, low determinism, held-out prompts (n = {rows.prompt_id.nunique()}), "
-        f"{rows.seed.nunique()} training seed(s), Z_T chosen on the calibration split; ± one standard error over prompts; {BRACKETS}; "
+        f"{seeds_in_words(rows.seed.nunique())}, Z_T chosen on the calibration split; ± one standard error over prompts; {BRACKETS}; "
         "paper: Qwen3-4B.",
         gains.beside(accepted_length_rows(rows)),
         pd.DataFrame(lines).fillna("").set_index(["loss", "K"])[_gains_before_paper(gains.shown)],
@@ -307,7 +296,7 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
         f"table4_{target}",
         f"Table 4 ({target})",
         f"Accepted length by construction of the AL loss, low determinism, Z_T = {category_temperature}, held-out prompts "
-        f"(n = {rows.prompt_id.nunique()}), {rows.seed.nunique()} training seed(s); ± one standard error over prompts; {BRACKETS}; "
+        f"(n = {rows.prompt_id.nunique()}), {seeds_in_words(rows.seed.nunique())}; ± one standard error over prompts; {BRACKETS}; "
         "paper: Qwen3-8B on GSM8K.",
         gains.beside(accepted_length_rows(rows)),
         pd.DataFrame(lines).fillna("").set_index(["K", "construction"])[_gains_before_paper(gains.shown)],
