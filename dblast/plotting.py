@@ -36,7 +36,8 @@ ONE_COLUMN, TWO_COLUMNS = 3.4, 7.0
 SMALLEST, MATH_SIZE = 6.5, 9.4
 
 STYLE = {
-    "figure.dpi": 110,
+    # Half of the files': bars and lines fall on the same pixels, which lets a report recognise a figure.
+    "figure.dpi": 100,
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,

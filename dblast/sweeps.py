@@ -20,7 +20,6 @@ from dblast.plans import Plan, Profile
 from dblast.plotting import METHOD_COLOURS, SETTING_LABELS, legend_below, panel_grid
 from dblast.tables import METHODS, SETTINGS_ORDER, Table, length_columns, paired_gain, per_cent, plus_minus
 
-
 #: What the swept columns are called in tables.
 VALUE_WORDS = {"tau": "threshold τ", "b": "block length b", "trained": "determinism of the training text"}
 
@@ -221,7 +220,8 @@ def training_setting_figure(rows: pd.DataFrame, trained: str) -> Figure:
             mine = part[part.method == method].set_index("setting").reindex(settings)
             x = [i + 0.14 * (place - 1.5) for i in range(len(settings))]
             axes.errorbar(
-                x, mine.over_base, yerr=(mine.over_base - mine.over_base_low, mine.over_base_high - mine.over_base), fmt=marker, ms=4, elinewidth=0.9,
+                x, mine.over_base, yerr=(mine.over_base - mine.over_base_low, mine.over_base_high - mine.over_base),
+                fmt=marker, ms=4, elinewidth=0.9,
                 color=METHOD_COLOURS[method], label=method,
             )  # fmt: skip
         axes.axhline(0, color="black", lw=0.8)
