@@ -234,9 +234,11 @@ def figure2(rows: pd.DataFrame, target: str) -> Figure:
     figure, panels = panel_grid(1, len(settings), 2.8)
     for axes, setting in zip(panels[0], settings, strict=True):
         for loss, colour in LOSS_COLOURS.items():
+            # Beside each other, or one's error bars would hide the other's.
+            offset = 0.015 if loss == "AL" else -0.015
             part = rows[(rows.setting == setting) & (rows.loss == loss)].sort_values("category_temperature")
             axes.errorbar(
-                part.category_temperature + (0.015 if loss == "AL" else -0.015),
+                part.category_temperature + offset,
                 part.accepted_length,
                 part.standard_error,
                 color=colour,
@@ -247,7 +249,8 @@ def figure2(rows: pd.DataFrame, target: str) -> Figure:
                 label=loss,
             )
             best = part.loc[part.accepted_length.idxmax()]
-            axes.plot(best.category_temperature, best.accepted_length, marker="*", ms=10, color=colour, mec="black", mew=0.5)
+            place = best.category_temperature + offset
+            axes.plot(place, best.accepted_length, marker="*", ms=10, color=colour, mec="black", mew=0.5)
         axes.set(title=SETTING_LABELS[setting].replace("\n", " "))
         axes.set_xlabel("category temperature $Z_T$", fontsize=MATH_SIZE)
     panels[0, 0].set_ylabel("accepted length (tokens)")
