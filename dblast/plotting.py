@@ -289,14 +289,14 @@ def figure3(block_length: int = 3, categories: int = 3) -> Figure:
     left = 3.2
     _box(axes, left - 0.1, 1.5, (width + 0.1) * len(slots), 0.6, "draft layers, all slots in one pass", _DFLASH)
     _arrow(axes, (2.35, 1.8), (left - 0.15, 1.8))
-    axes.text(2.72, 1.95, "K, V", ha="center")
+    axes.text(2.72, 1.95, "keys,\nvalues", ha="center")
     for i, slot in enumerate(slots):
         x = left + i * (width + 0.1)
         _box(axes, x, 0.3, width - 0.1, 0.5, slot, _PLAIN)
         _arrow(axes, (x + 0.42, 0.85), (x + 0.42, 1.45))
         _arrow(axes, (x + 0.42, 2.15), (x + 0.42, 2.45))
         axes.text(x + 0.42, 2.6, f"$h_{i}$", ha="center", va="center", fontsize=MATH_SIZE)
-    _box(axes, 0.9, 3.2, 2.2, 0.6, r"prior $\ell = W h_0$" + "\n" + r"$q(z|y)=\mathrm{softmax}(\ell/Z_T)$", _DBLAST)
+    _box(axes, 0.9, 3.2, 2.2, 0.6, r"prior $\ell = W h_0 + c$" + "\n" + r"$q(z|y)=\mathrm{softmax}(\ell/Z_T)$", _DBLAST)
     _arrow(axes, (left + 0.3, 2.75), (2.5, 3.15))
     span = (width + 0.1) * block_length
     start = left + width + 0.1
