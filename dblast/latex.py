@@ -7,6 +7,7 @@ broken into lines; only what is still too wide is scaled as a whole.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import pandas as pd
@@ -43,6 +44,8 @@ _NAMES = {r"Z\_T": "$Z_T$", r"D\_b": "$D_b$"}
 def escape(text: str) -> str:
     """Text as LaTeX prints it, in the old OT1 encoding too, whose "<", ">" and "|" are other characters."""
     escaped = "".join(_ESCAPED.get(letter, letter) for letter in text)
+    # A number's sign, not a hyphen or a range.
+    escaped = re.sub(r"(?<![\w.)-])-(?=\d)", "$-$", escaped)
     for name, mathematics in _NAMES.items():
         escaped = escaped.replace(name, mathematics)
     return escaped

@@ -8,6 +8,7 @@ import pytest
 
 from dblast.bootstrap import Resampled, bootstrap_gain
 from dblast.estimates import VARIANT_COLUMNS, accepted_length, gain, held_out_at_chosen, seed_spread
+from dblast.latex import escape
 from dblast.profiles import get_profile
 from dblast.results import open_table
 from dblast.tables import Table, bracketed, gain_spread, main_variants, plus_minus, table2, table3, table4
@@ -69,6 +70,11 @@ def test_brackets_show_signs_and_a_dash_for_nothing():
     assert bracketed(Resampled(1.04, -0.26, 2.3, 9, 1)) == "+1.0 [-0.3, +2.3]"
     nothing = float("nan")
     assert bracketed(Resampled(nothing, nothing, nothing, 9, 1)) == "–"
+
+
+def test_latex_has_minus_signs_where_numbers_are_negative():
+    assert escape("+1.0 [-0.3, +2.3]") == "+1.0 [$-$0.3, +2.3]" and escape("-0.6 ± 1.0") == r"$-$0.6 $\pm$ 1.0"
+    assert escape("layers 3-5, b-7, K-way") == "layers 3-5, b-7, K-way"
 
 
 def test_latex_escapes_cells_and_caption():
