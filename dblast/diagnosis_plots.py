@@ -31,6 +31,10 @@ CAUSES = (
 )
 
 
+#: A bin of Figure 1 with fewer points gets no gain written above it.
+FEW_POINTS = 5
+
+
 def mismatch_figure(table: pd.DataFrame, block_length: int) -> Figure:
     """Accepted length of every proposal on the solvable process against temperature: sampled left, greedy right."""
     figure, panels = panel_grid(1, 2, 2.8, sharey=True)
@@ -142,8 +146,9 @@ def _bin_axis(axes, middle: pd.Series, counts: pd.Series, gains: pd.Series, tops
     axes.set_xticks(middle, [str(n) for n in counts], minor=True)
     axes.tick_params(axis="x", which="minor", length=0, pad=14, labelsize=SMALLEST)
     axes.annotate("n =", (0, 0), (-2, -14), textcoords="offset points", ha="right", va="top", fontsize=SMALLEST)
-    for m, gain, top in zip(middle, gains, tops, strict=True):
-        text = "" if np.isnan(gain) else f"{round(gain):+d}%"
+    for m, count, gain, top in zip(middle, counts, gains, tops, strict=True):
+        # A ratio of so few points would draw the eye to nothing.
+        text = "" if np.isnan(gain) or count < FEW_POINTS else f"{round(gain):+d}%"
         axes.annotate(text, (m, top), textcoords="offset points", xytext=(0, 6), ha="center", fontsize=SMALLEST)
     axes.set(xlim=(0, 1), ylim=(0, max(tops) * 1.3))
     axes.set_xlabel("early determinism $D_b$", fontsize=MATH_SIZE)
