@@ -48,7 +48,6 @@ WORDS = {
 #: Korean phrases whose numbers are words in English, or stand in another order there; the replacement is compared.
 ALLOWED = {
     r"0(?=보다 크면)|0(?=을 포함하면)": "",
-    r"(\d+)개 가운데 (\d+)개에서 (\d+)~(\d+) %": r"\3 \4 \2 \1",
 }
 
 
