@@ -109,8 +109,9 @@ def _interval(value: float, low: float, high: float) -> str:
     if value != value:
         return "–"
     if low != low:
-        return f"{value:+.0f} %"
-    return f"{value:+.0f} % [{low:+.0f}, {high:+.0f}]"
+        return f"{round(value):+d} %"
+    # Whole numbers have no negative zero.
+    return f"{round(value):+d} % [{round(low):+d}, {round(high):+d}]"
 
 
 def _pm(value: float, error: float) -> str:
