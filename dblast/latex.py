@@ -37,6 +37,8 @@ _ESCAPED = {letter: f"\\{letter}" for letter in "%_&#${}"} | {
     ">": r"\textgreater{}", "|": r"\textbar{}", "±": r"$\pm$", "τ": r"$\tau$", "–": "--", "—": "---", "−": "$-$",
     "×": r"$\times$", "→": r"$\to$",
 }  # fmt: skip
+#: A number's sign, not a hyphen or a range.
+_MINUS = re.compile(r"(?<![\w.)-])-(?=\d)")
 #: Names that are mathematics.
 _NAMES = {r"Z\_T": "$Z_T$", r"D\_b": "$D_b$"}
 
@@ -44,8 +46,7 @@ _NAMES = {r"Z\_T": "$Z_T$", r"D\_b": "$D_b$"}
 def escape(text: str) -> str:
     """Text as LaTeX prints it, in the old OT1 encoding too, whose "<", ">" and "|" are other characters."""
     escaped = "".join(_ESCAPED.get(letter, letter) for letter in text)
-    # A number's sign, not a hyphen or a range.
-    escaped = re.sub(r"(?<![\w.)-])-(?=\d)", "$-$", escaped)
+    escaped = _MINUS.sub("$-$", escaped)
     for name, mathematics in _NAMES.items():
         escaped = escaped.replace(name, mathematics)
     return escaped
@@ -53,7 +54,7 @@ def escape(text: str) -> str:
 
 def width(text: str) -> float:
     """Width of a line of text in points at 10 points, rather a little too large."""
-    return sum(_WIDTHS.get(letter, 5.6) for letter in text)
+    return sum(_WIDTHS.get(letter, 5.6) for letter in _MINUS.sub("−", text))
 
 
 @dataclass(frozen=True)
