@@ -7,7 +7,6 @@ stands beside it for the reader to compare.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +18,7 @@ from dblast.estimates import (
     Estimate,
     combination,
     common_seeds,
+    decided,
     difference,
     gain,
     gain_difference,
@@ -54,12 +54,7 @@ def verdict(estimate: Estimate | Resampled) -> str:
 
     "reproduced" means the sign and says nothing about the size (see :data:`VERDICT_RULE`).
     """
-    low, high = estimate.interval
-    if math.isnan(low):
-        return "undecided"
-    if low > 0:
-        return "reproduced"
-    return "not reproduced" if high < 0 else "undecided"
+    return {"better": "reproduced", "worse": "not reproduced", "undecided": "undecided"}[decided(*estimate.interval)]
 
 
 def _per_doubling(one: pd.DataFrame, four: pd.DataFrame, eight: pd.DataFrame, macro: bool = False) -> Estimate:
@@ -264,9 +259,9 @@ def claims_display(claims: pd.DataFrame) -> Table:
     return Table(
         "claims",
         "Claims",
-        "Each number is positive if the claim holds: ours with its 95 % interval (over prompts and training seeds; the cost of K = 4 over prompts), then "
-        "whether the whole interval is above zero (yes), below (no) or neither (open). The sizes are for the reader to "
-        "compare; the paper's are means over Qwen3-4B and 8B where it has both. The two rows against the paper's trend are "
+        "Each number is positive if the claim holds: ours with its 95 % interval (over prompts and training seeds; the cost "
+        "of K = 4 over prompts), then whether the whole interval is above zero (yes), below (no) or neither (open). The sizes "
+        "are for the reader to compare; the paper's are means over Qwen3-4B and 8B where it has both. The two rows against the paper's trend are "
         "cells where a part of the method does not help in the paper: 'no' there is a part that does help here.",
         claims,
         display,

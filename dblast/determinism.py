@@ -12,7 +12,7 @@ from torch import Tensor
 from dblast.anchors import pack
 from dblast.continuations import Continuations
 from dblast.drafter import DBlastDrafter, log_category_prior
-from dblast.estimates import half_width, joint_error
+from dblast.estimates import Estimate, joint_error
 from dblast.replay import expected_accepted, ratio_with_influence
 from dblast.trajectories import Trajectory
 from dblast.verifier import greedy_branch_acceptance
@@ -147,10 +147,9 @@ def determinism_bins(points: pd.DataFrame, edges: Sequence[float] = EDGES) -> pd
 
     Returns:
         Per target, split and bin that holds at least one point: ``bin_low,
-        bin_high, n`` (points), ``prompts, seeds, dflash, dflash_error, dblast,
-        dblast_error, gain, gain_error`` (per cent; NaN gain where the baseline
-        accepts nothing, NaN errors for a single prompt), ``gain_low, gain_high``
-        (95 % interval).
+        bin_high, n`` (points), ``prompts, seeds`` and ``dflash, dblast, gain`` (per
+        cent), each with ``_error`` and the ends of its 95 % interval, ``_low, _high``
+        (NaN gain where the baseline accepts nothing, NaN errors for a single prompt).
     """
     rows = []
     for (target, split), part in points.groupby(["target", "split"], observed=True, sort=False):
@@ -163,10 +162,8 @@ def determinism_bins(points: pd.DataFrame, edges: Sequence[float] = EDGES) -> pd
             row |= {"prompts": wide.prompt_id.nunique(), "seeds": inside.seed.nunique()}
             for name, (value, contributions) in _compare(wide).items():
                 error, freedom = _with_seeds(inside, lambda w, name=name: _compare(w)[name][0], contributions)
-                row |= {name: value, f"{name}_error": error}
-            # The last of the three is the gain.
-            half = half_width(error, freedom)
-            rows.append(row | {"gain_low": value - half, "gain_high": value + half})
+                row |= Estimate(value, error, row["prompts"], row["seeds"], freedom).columns(name)
+            rows.append(row)
     return pd.DataFrame(rows)
 
 

@@ -30,7 +30,6 @@ CAUSES = (
     ("unknown", "not among the drafter's top 4", "#F4F4F4", "...."),
 )
 
-
 #: A bin of Figure 1 with fewer points gets no gain written above it.
 FEW_POINTS = 5
 

@@ -56,6 +56,11 @@ def half_width(standard_error: float, freedom: float) -> float:
     return float(standard_error * stdtrit(freedom, 0.975))
 
 
+def decided(low: float, high: float) -> str:
+    """Whether an interval is above zero ("better"), below ("worse"), or neither or not known ("undecided")."""
+    return "better" if low > 0 else "worse" if high < 0 else "undecided"
+
+
 def joint_error(*parts: tuple[float, float]) -> tuple[float, float]:
     """Independent errors together: root of the summed squares, and its degrees of freedom (Welch and Satterthwaite).
 

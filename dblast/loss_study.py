@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 
 from dblast.captions import error_words, seeds_in_words
 from dblast.errors import DBlastError
-from dblast.estimates import Estimate, held_out_at_chosen
-from dblast.plotting import K_COLOURS, K_MARKERS, SETTING_LABELS, legend_below, panel_grid
+from dblast.estimates import Estimate, decided, held_out_at_chosen
+from dblast.plotting import K_COLOURS, K_MARKERS, SETTING_LABELS, interval_bars, legend_below, panel_grid
 from dblast.tables import SETTINGS_ORDER, Table, length_columns, paired_difference, paired_gain, per_cent, plus_minus
 
 #: Every loss compared, in the order of the tables: what it asks for, and whose it is.
@@ -131,8 +131,7 @@ def paired_losses(scores: pd.DataFrame, target: str, pairs: Sequence[tuple[str, 
                 sides = (_picked(chosen, setting, k, loss) for loss in (ours, base))
                 estimate = paired_difference(*sides)
                 low, high = estimate.interval
-                verdict = "better" if low > 0 else "worse" if high < 0 else "undecided"
-                values = [target, ours, base, k, setting, estimate.value, low, high, estimate.n, verdict]
+                values = [target, ours, base, k, setting, estimate.value, low, high, estimate.n, decided(low, high)]
                 rows.append(values)
     columns = ["target", "loss", "minus", "K", "setting", "difference", "ci_low", "ci_high", "n", "verdict"]
     return pd.DataFrame(rows, columns=columns)
@@ -150,8 +149,8 @@ def loss_figure(rows: pd.DataFrame) -> Figure:
             part = part.loc[[loss for loss in losses if loss in part.index]]
             places = [losses.index(loss) + (0.16 if k > 1 else -0.16) for loss in part.index]
             axes.errorbar(
-                part.gain, places, xerr=(part.gain - part.gain_low, part.gain_high - part.gain), fmt=K_MARKERS[k], ms=4,
-                color=K_COLOURS[k], elinewidth=0.9, label=f"K = {k}",
+                part.gain, places, xerr=interval_bars(part, "gain"), fmt=K_MARKERS[k], ms=4, color=K_COLOURS[k], elinewidth=0.9,
+                label=f"K = {k}",
             )  # fmt: skip
         axes.axvline(0, color="black", lw=0.8)
         axes.set(title=SETTING_LABELS[setting].replace("\n", " "), xlabel="gain (%)")

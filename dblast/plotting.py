@@ -93,6 +93,11 @@ def panel_grid(rows: int, columns: int, height: float, width: float | None = Non
     return plt.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained", **options)
 
 
+def interval_bars(rows: pd.DataFrame, name: str) -> tuple[pd.Series, pd.Series]:
+    """How far the 95 % interval of a column reaches down and up, as ``errorbar`` wants it; ends as by ``Estimate.columns``."""
+    return rows[name] - rows[f"{name}_low"], rows[f"{name}_high"] - rows[name]
+
+
 def legend_below(figure: Figure, axes, columns: int | None = None) -> None:
     """The legend of ``axes`` under all panels, where it hides no data; in one line unless ``columns`` are given."""
     handles, labels = axes.get_legend_handles_labels()
@@ -218,7 +223,7 @@ def gains_figure(gains: pd.DataFrame, paper_target: str = "Qwen3-8B") -> Figure:
             part = rows[rows.method == method].set_index("setting").loc[settings]
             x = [i + 0.25 * (offset - 1) for i in range(len(settings))]
             axes.bar(x, part.gain, 0.23, color=METHOD_COLOURS[method], label=method)
-            axes.errorbar(x, part.gain, (part.gain - part.gain_low, part.gain_high - part.gain), fmt="none", ecolor="black", lw=0.9)
+            axes.errorbar(x, part.gain, interval_bars(part, "gain"), fmt="none", ecolor="black", lw=0.9)
         axes.axhline(0, color="black", lw=0.8)
         name_settings(axes, settings)
         n = f" (n = {rows.n.iloc[0]} prompts)" if "n" in rows else ""

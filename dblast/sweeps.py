@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
 from dblast.captions import error_words, seeds_in_words
 from dblast.errors import DBlastError
-from dblast.estimates import Estimate, held_out_at_chosen
+from dblast.estimates import Estimate, decided, held_out_at_chosen
 from dblast.plans import Plan, Profile
-from dblast.plotting import METHOD_COLOURS, SETTING_LABELS, legend_below, panel_grid
+from dblast.plotting import METHOD_COLOURS, SETTING_LABELS, interval_bars, legend_below, panel_grid
 from dblast.tables import METHODS, SETTINGS_ORDER, Table, length_columns, paired_gain, per_cent, plus_minus
 
 #: What the swept columns are called in tables.
@@ -220,8 +219,7 @@ def training_setting_figure(rows: pd.DataFrame, trained: str) -> Figure:
             mine = part[part.method == method].set_index("setting").reindex(settings)
             x = [i + 0.14 * (place - 1.5) for i in range(len(settings))]
             axes.errorbar(
-                x, mine.over_base, yerr=(mine.over_base - mine.over_base_low, mine.over_base_high - mine.over_base),
-                fmt=marker, ms=4, elinewidth=0.9,
+                x, mine.over_base, yerr=interval_bars(mine, "over_base"), fmt=marker, ms=4, elinewidth=0.9,
                 color=METHOD_COLOURS[method], label=method,
             )  # fmt: skip
         axes.axhline(0, color="black", lw=0.8)
@@ -246,7 +244,7 @@ def with_verdicts(rows: pd.DataFrame, column: str = "over_base") -> pd.DataFrame
     """Rows that have this gain, with its 95 % interval and whether it is above zero ("better"), below ("worse") or neither."""
     kept = rows[rows[column].notna()].copy()
     kept["ci_low"], kept["ci_high"] = kept[f"{column}_low"], kept[f"{column}_high"]
-    kept["verdict"] = np.select([kept.ci_low > 0, kept.ci_high < 0], ["better", "worse"], "undecided")
+    kept["verdict"] = [decided(low, high) for low, high in zip(kept.ci_low, kept.ci_high, strict=True)]
     return kept
 
 
