@@ -3,7 +3,7 @@
     python benchmarks/step_latency.py                       # SmolLM2, bfloat16, two threads, 16 prompts of 128 tokens
     python benchmarks/step_latency.py --drafter FOLDER      # tokens/s of a trained drafter as well
 
-What a step is, and how it is timed, is told in ``dblast.latency``, whose table of the trained profiles' drafters notebook
+What a step is, and how it is timed, is told in ``dblast.reproduction.latency``, whose table of the trained profiles' drafters notebook
 04 shows. Here sizes can be chosen. Unless a folder is given, the drafter starts from the target's layers and is not
 trained: its time does not depend on its weights.
 """
@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from dblast.config import DBlastConfig
-from dblast.demo import load_drafter, plain_speed
+from dblast.backbone import DBlastConfig
+from dblast.reproduction.demo import load_drafter, plain_speed
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.experiments import for_decoding
-from dblast.generate import generate
-from dblast.initialise import new_drafter, start_from_target
-from dblast.latency import measure
-from dblast.latency_tables import BARE, PARTS
-from dblast.prompts import chat_messages, load_prompts
+from dblast.reproduction.experiments import for_decoding
+from dblast.decoding import generate
+from dblast.training import new_drafter, start_from_target
+from dblast.reproduction.latency import measure
+from dblast.reproduction.latency_tables import BARE, PARTS
+from dblast.reproduction.prompts.sources import chat_messages, load_prompts
 from dblast.sampling import get_setting
 from dblast.targets import Target, load_target
 

@@ -22,8 +22,8 @@ import pandas as pd
 import torch
 
 from dblast import drafter as drafter_module
-from dblast.config import DBlastConfig
-from dblast.initialise import new_drafter
+from dblast.backbone import DBlastConfig
+from dblast.training import new_drafter
 from dblast.targets import load_target
 from dblast.training import Trainer, TrainingConfig
 from dblast.trajectories import Trajectory

@@ -1,27 +1,35 @@
 """DBLAST: dependent block drafting for stochastic speculative decoding.
 
-The names below are loaded on first use, so that ``import dblast`` costs nothing.
+The method. The names below are loaded on first use, so that ``import dblast`` costs nothing;
+:mod:`dblast.losses` and :mod:`dblast.verifier` hold the losses and the proposals. The study of the
+paper, its figures and tables, is :mod:`dblast.reproduction`.
 """
 
 from importlib import import_module
 from typing import Any
 
-_LAZY = {
-    "DBlastDrafter": ("dblast.drafter", "DBlastDrafter"),
-    "SamplingSettings": ("dblast.sampling", "SamplingSettings"),
-    "custom_generate": ("dblast.generate", "custom_generate"),
-    "load_target": ("dblast.targets", "load_target"),
-    "show_blocks": ("dblast.show", "show_blocks"),
+_HOME = {
+    "backbone": ("DBlastConfig",),
+    "decoding": ("custom_generate", "generate"),
+    "drafter": ("DBlastDrafter",),
+    "errors": ("ArtefactError", "DBlastError"),
+    "replay": ("expected_passes", "score"),
+    "sampling": ("SETTINGS", "SamplingSettings"),
+    "show": ("show_blocks",),
+    "targets": ("Target", "load_target"),
+    "training": ("TrainingConfig", "train"),
+    "trajectories": ("TrajectorySet", "sample_trajectories"),
 }
+_LAZY = {name: module for module, names in _HOME.items() for name in names}
 
-__all__ = [*sorted(_LAZY), "generate"]  # noqa: PLE0604
+__all__ = sorted(_LAZY)  # noqa: PLE0605
 
 
 def __getattr__(name: str) -> Any:
-    if name == "generate":
-        # Module and function at once: `dblast.generate(...)` and `from dblast.generate import ...` both work.
-        return import_module("dblast.generate")
-    if name in _LAZY:
-        module, attribute = _LAZY[name]
-        return getattr(import_module(module), attribute)
-    raise AttributeError(f"module 'dblast' has no attribute {name!r}")
+    if name not in _LAZY:
+        raise AttributeError(f"module 'dblast' has no attribute {name!r}")
+    return getattr(import_module(f"dblast.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,5 +1,5 @@
 """``python -m dblast``."""
 
-from dblast.cli import main
+from dblast.reproduction.cli import main
 
 main()

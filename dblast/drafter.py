@@ -6,17 +6,24 @@ b draft positions, K categories, H hidden size, m tapped target layers.
 
 from __future__ import annotations
 
+import copy
+import json
+import os
+import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from dblast.backbone import DraftLayer, RMSNorm, packed_mask, rotary
+from dblast.backbone import DBlastConfig, DraftLayer, RMSNorm, packed_mask, rotary
 from dblast.chunked import chunked_log_q
-from dblast.config import DBlastConfig
-from dblast.errors import DBlastError
+from dblast.errors import ArtefactError, DBlastError
+from dblast.show import quiet_loading
+from dblast.targets import sha256_file
 
 #: Keys and values of the context, one (keys, values) pair per layer, each (B, kv_heads, S, head_dim).
 ContextCache = list[tuple[Tensor, Tensor]]
@@ -281,3 +288,87 @@ class DBlastDrafter(PreTrainedModel):
         """Number of parameters DBLAST adds: K * H^2 + 2 * K * H + K (Table 1)."""
         heads = [module for name, module in self.named_children() if name in ("expander", "prior")]
         return sum(p.numel() for module in heads for p in module.parameters())
+
+
+def add_categories(backbone: DBlastDrafter, num_categories: int, seed: int) -> DBlastDrafter:
+    """A copy of a (K = 0 or any K) drafter with fresh category heads for ``num_categories``.
+
+    The heads are drawn from ``seed``; backbone weights and borrowed tables are those of ``backbone``.
+    """
+    if num_categories < 1:
+        raise DBlastError(f"number of categories K must be at least 1, got {num_categories}")
+    settings = backbone.config.to_dict() | {"num_categories": num_categories}
+    config = DBlastConfig(**{key: value for key, value in settings.items() if key not in ("model_type",)})
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drafter = DBlastDrafter(config)
+    state = {k: v for k, v in backbone.state_dict().items() if not k.startswith(("expander.", "prior."))}
+    drafter.load_state_dict(state, strict=False)
+    drafter.to(device=backbone.device, dtype=backbone.dtype)
+    drafter._borrowed = dict(backbone._borrowed)
+    return drafter
+
+
+def load_dflash(path: str | Path, num_categories: int = 0, seed: int = 0) -> DBlastDrafter:
+    """Load a public DFlash checkpoint (z-lab's format) as a drafter, K = 0, or with fresh category heads.
+
+    Raises:
+        DBlastError: the checkpoint is missing, or lacks or has extra parameters.
+    """
+    try:
+        config = DBlastConfig.from_pretrained(path)
+        config.num_categories = 0
+        # Sizes that do not fit come back in the report, beside missing and unexpected names.
+        drafter, info = DBlastDrafter.from_pretrained(
+            path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise DBlastError(f"could not load a DFlash checkpoint from {path}: {str(error).splitlines()[0]}") from error
+    names = {kind: sorted(info[f"{kind}_keys"])[:3] for kind in ("missing", "unexpected", "mismatched")}
+    if any(names.values()):
+        found = ", ".join(f"{kind} {some}" for kind, some in names.items() if some)
+        raise DBlastError(f"{path} is not a DFlash checkpoint of this shape: {found}")
+    return add_categories(drafter, num_categories, seed) if num_categories else drafter
+
+
+MANIFEST, RECORD = "manifest.json", "training.json"
+
+
+def check_checkpoint(folder: Path) -> Path:
+    """Compare a checkpoint with its manifest; returns the folder.
+
+    Raises:
+        ArtefactError: a file is missing or its content is not the one that was written.
+    """
+    advice = "restore it with git, or make it again with `python -m dblast pretrain`"
+    try:
+        expected = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtefactError(f"the manifest in {folder} is missing or damaged ({type(error).__name__}); {advice}") from None
+    for name in {"config.json", "model.safetensors", RECORD} | expected.keys():
+        path = folder / name
+        if not path.is_file() or sha256_file(path) != expected.get(name):
+            raise ArtefactError(f"{path} is missing or damaged; {advice}")
+    return folder
+
+
+def write_checkpoint(drafter: DBlastDrafter, record: dict, folder: Path) -> Path:
+    """Save a drafter in bfloat16 with its record and manifest; the folder appears whole or not at all.
+
+    Args:
+        record: JSON-like account of the training.
+
+    Raises:
+        DBlastError: the folder exists already.
+    """
+    if folder.exists():
+        raise DBlastError(f"{folder} exists already; move it away, or choose another folder")
+    scratch = folder.with_name(folder.name + ".part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    with quiet_loading():
+        copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(scratch)
+    (scratch / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+    hashes = {path.name: sha256_file(path) for path in sorted(scratch.iterdir())}
+    (scratch / MANIFEST).write_text(json.dumps({"sha256": hashes}, indent=1), encoding="utf-8")
+    os.replace(scratch, folder)
+    return folder

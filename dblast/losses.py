@@ -14,6 +14,9 @@ Equation numbers are those of arXiv 2608.05448.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -29,7 +32,7 @@ AL_CONSTRUCTIONS = ("all_prefixes", "one_prefix", "whole_block")
 DFLASH_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
 
 
-def _masked(log_values: Tensor, valid: Tensor | None) -> Tensor:
+def masked_log(log_values: Tensor, valid: Tensor | None) -> Tensor:
     """Clamp at LOG_FLOOR; positions that do not exist contribute a factor of one."""
     clamped = log_values.float().clamp(min=LOG_FLOOR)
     return clamped if valid is None else clamped.masked_fill(~valid, 0.0)
@@ -45,7 +48,7 @@ def prefix_log_q(log_q: Tensor, log_prior: Tensor, valid: Tensor | None = None) 
     Returns (N, b): entry l - 1 is the log-probability of the first l tokens with
     the category summed out.
     """
-    per_branch = _masked(log_q, _expand(valid)).cumsum(-1)
+    per_branch = masked_log(log_q, _expand(valid)).cumsum(-1)
     return torch.logsumexp(log_prior.float().unsqueeze(-1) + per_branch, dim=-2)
 
 
@@ -110,7 +113,7 @@ def acceptance_terms(
     """
     prefix = prefix_log_q(log_q, log_prior, valid)
     conditional = torch.cat([prefix[..., :1], prefix[..., 1:] - prefix[..., :-1]], dim=-1)
-    log_p = _masked(log_p, valid)
+    log_p = masked_log(log_p, valid)
     log_r = prefix - log_p.cumsum(-1)
     log_accept = (log_p - conditional).clamp(max=0.0).cumsum(-1)
     summand = log_accept if valid is None else log_accept.masked_fill(~valid, LOG_FLOOR * (log_p.shape[-1] + 1))
@@ -167,24 +170,53 @@ def acceptance_length_loss(
     return torch.where(member, term, torch.zeros_like(term)).sum(-1).mean()
 
 
-LOSSES = ("NLL", "AL", "CE")
+# -- by name -----------------------------------------------------------------------------------
+
+_CANDIDATES = ("log_q_candidates", "log_p_candidates")
+#: Keywords that every loss by name accepts; those that it has no use for are ignored.
+INPUTS = ("tau", "construction", *_CANDIDATES)
 
 
-def training_loss(
-    name: str,
-    log_q: Tensor,
-    log_prior: Tensor,
-    log_p: Tensor,
-    valid: Tensor | None = None,
-    *,
-    tau: float = 0.1,
-    construction: str = "all_prefixes",
-) -> Tensor:
-    """The objective called ``name``: "NLL" (eq. 8), "AL" (eq. 16) or "CE" (DFlash's decayed cross-entropy)."""
-    if name == "NLL":
-        return nll_loss(log_q, log_prior, valid)
-    if name == "AL":
-        return acceptance_length_loss(log_q, log_prior, log_p, valid, tau=tau, construction=construction)
-    if name == "CE":
-        return decayed_cross_entropy(log_q, log_prior, valid)
-    raise DBlastError(f"unknown loss {name!r}; known losses: {', '.join(LOSSES)}")
+@dataclass(frozen=True)
+class Loss:
+    """A loss as training calls it: ``loss(log_q, log_prior, log_p, valid, **inputs)`` with :data:`INPUTS`, a scalar.
+
+    Attributes:
+        function: of ``log_q, log_prior, log_p, valid`` and the keywords that it takes.
+        takes: which of "tau" and "construction" it is handed.
+        needs_support: it compares whole distributions: ``log_q_candidates`` (N, K, b, W) and ``log_p_candidates``
+            (N, b, W), the log-probabilities of the tokens that each x_i was drawn from.
+
+    Raises:
+        DBlastError: when called, for an input that no loss has, or candidates that are missing.
+    """
+
+    function: Callable[..., Tensor]
+    takes: tuple[str, ...] = ()
+    needs_support: bool = False
+
+    def __call__(
+        self, log_q: Tensor, log_prior: Tensor, log_p: Tensor, valid: Tensor | None = None, **inputs: object
+    ) -> Tensor:
+        for name in inputs.keys() - {*INPUTS}:
+            raise DBlastError(f"unknown input {name!r}; known: {', '.join(INPUTS)}")
+        wanted = (*self.takes, *(_CANDIDATES if self.needs_support else ()))
+        given = {name: value for name, value in inputs.items() if name in wanted and value is not None}
+        if self.needs_support and not given.keys() >= {*_CANDIDATES}:
+            raise DBlastError(f"this loss compares whole distributions and needs {' and '.join(_CANDIDATES)}")
+        return self.function(log_q, log_prior, log_p, valid, **given)
+
+
+#: Every loss by name; :mod:`dblast.reproduction.objectives` adds those of other papers.
+LOSSES: dict[str, Loss] = {
+    "NLL": Loss(lambda log_q, log_prior, log_p, valid: nll_loss(log_q, log_prior, valid)),
+    "AL": Loss(acceptance_length_loss, takes=("tau", "construction")),
+    "CE": Loss(lambda log_q, log_prior, log_p, valid: decayed_cross_entropy(log_q, log_prior, valid)),
+}
+
+
+def get_loss(name: str) -> Loss:
+    """A loss by name; DBlastError lists the known ones."""
+    if name not in LOSSES:
+        raise DBlastError(f"unknown loss {name!r}; known losses: {', '.join(LOSSES)}")
+    return LOSSES[name]

@@ -17,27 +17,16 @@ own, so that accepted + passes = emitted always holds.
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Iterable, Sequence
+
+import pandas as pd
 import torch
 from torch import Tensor
 
-from dblast.errors import DBlastError
-
-
-def block_index(length: int, block_length: int) -> tuple[Tensor, Tensor]:
-    """Which trajectory position each slot of each anchor's block is.
-
-    Args:
-        length: n, number of response tokens.
-        block_length: b.
-
-    Returns:
-        ``(index, valid)`` of shape (n, b): the block drafted after a response
-        tokens covers positions a .. a + b - 1; ``valid`` is False past the end.
-    """
-    index = torch.arange(length).unsqueeze(1) + torch.arange(block_length)
-    valid = index < length
-    return index.clamp(max=length - 1), valid
+from dblast.drafter import DBlastDrafter, log_category_prior
+from dblast.show import progress
+from dblast.trajectories import Trajectory, pack_first
+from dblast.verifier import greedy_branch_acceptance, soft_acceptance
 
 
 def expected_accepted(acceptance: Tensor, valid: Tensor | None = None) -> Tensor:
@@ -75,20 +64,88 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
     return left[:, 0]
 
 
-def ratio_with_influence(accepted: np.ndarray, passes: np.ndarray) -> tuple[float, np.ndarray]:
-    """Ratio of sums and each unit's influence on it.
+#: Methods of turning branches into a draft: the paper's, and sampling inside the branch (eq. 12).
+PROPOSALS = ("greedy_branch", "soft")
 
-    The influence values have mean zero; their standard deviation over sqrt(n)
-    is the standard error of the ratio (delta method), and that of a difference
-    of two scores on the same units is the paired standard error.
+
+@torch.no_grad()
+def trajectory_acceptance(
+    drafter: DBlastDrafter,
+    trajectory: Trajectory,
+    category_temperatures: Sequence[float],
+    proposal: str = "greedy_branch",
+    precision: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """Acceptance along a trajectory for every anchor and category temperature.
+
+    Returns:
+        (Z, n, b) float32: entry [., a, j] is P(draft accepted | emitted is the
+        stored token) for slot j of the block anchored after a tokens; zero past the end.
     """
-    if len(accepted) == 0:
-        raise DBlastError("no trajectories to score")
-    ratio = accepted.sum() / passes.sum()
-    return float(ratio), (accepted - ratio * passes) / passes.mean()
+    n = len(trajectory.response_ids)
+    device = drafter.device
+    batch = pack_first(trajectory, n, drafter.config.block_length).to(device)
+    with drafter.in_precision(precision):
+        out = batch.run(drafter)
+        if proposal == "greedy_branch":
+            branches = drafter.greedy_tokens(out.branch_hidden)
+        else:
+            log_q = drafter.log_q(out.branch_hidden, batch.tokens)
+    rows = []
+    for temperature in category_temperatures:
+        prior = log_category_prior(out.prior_logits, temperature)
+        if proposal == "greedy_branch":
+            accept = greedy_branch_acceptance(branches, prior, batch.tokens, batch.log_p)
+        else:
+            accept = soft_acceptance(log_q, prior, batch.log_p)
+        rows.append((accept * batch.valid)[:n])
+    return torch.stack(rows).cpu()
 
 
-def standard_error(influence: np.ndarray) -> float:
-    """Standard error of a mean from its influence values; NaN for fewer than two units."""
-    n = len(influence)
-    return float(np.std(influence, ddof=1) / np.sqrt(n)) if n > 1 else float("nan")
+def score(
+    drafter: DBlastDrafter,
+    trajectories: Iterable[Trajectory],
+    category_temperatures: Sequence[float] = (1.0,),
+    *,
+    proposal: str = "greedy_branch",
+    precision: torch.dtype = torch.float32,
+    description: str | None = None,
+) -> pd.DataFrame:
+    """Replay a drafter on trajectories.
+
+    A bar is shown if ``description`` is given.
+
+    Returns:
+        One row per trajectory and category temperature with ``prompt_id, task,
+        category_temperature, emitted`` (response tokens), ``passes`` (expected
+        target passes of the online loop), ``anchor_accepted`` and ``anchors``
+        (sum of expected accepted lengths over anchors with a full block, and
+        their number). With K = 1 the temperature has no effect and one row is
+        written with temperature NaN.
+    """
+    drafter.eval()
+    trajectories = list(trajectories)
+    single = drafter.config.num_categories <= 1
+    temperatures = [1.0] if single else list(category_temperatures)
+    b = drafter.config.block_length
+    rows = []
+    with progress(len(trajectories), description, unit="trajectory") as bar:
+        for trajectory in trajectories:
+            accept = trajectory_acceptance(drafter, trajectory, temperatures, proposal, precision)
+            n = accept.shape[1]
+            passes = expected_passes(accept)
+            per_anchor = expected_accepted(accept[:, : max(0, n - b + 1)])
+            for i, temperature in enumerate(temperatures):
+                rows.append(
+                    {
+                        "prompt_id": trajectory.prompt_id,
+                        "task": trajectory.task,
+                        "category_temperature": float("nan") if single else temperature,
+                        "emitted": n,
+                        "passes": float(passes[i]),
+                        "anchor_accepted": float(per_anchor[i].double().sum()),
+                        "anchors": per_anchor.shape[1],
+                    }
+                )
+            bar.update()
+    return pd.DataFrame(rows)

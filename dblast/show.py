@@ -11,7 +11,62 @@ from transformers import PreTrainedTokenizerBase
 from dblast.errors import DBlastError
 
 if TYPE_CHECKING:
-    from dblast.generate import Generated
+    from dblast.decoding import Generated
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+VARIABLE = "DBLAST_PROGRESS"
+
+
+#: Seconds between two updates of a bar; a batch run without a terminal sets it higher to keep its log short.
+INTERVAL = "DBLAST_PROGRESS_SECONDS"
+
+
+@contextmanager
+def progress(total: int, description: str | None, unit: str = "step", initial: int = 0) -> Iterator[tqdm]:
+    """A tqdm bar with rate and time left, on stderr or in the file that ``DBLAST_PROGRESS`` names; None hides it."""
+    path = os.environ.get(VARIABLE)
+    file = open(path, "a", encoding="utf-8") if path else sys.stderr  # noqa: SIM115
+    try:
+        with tqdm(
+            total=total,
+            desc=description,
+            disable=description is None,
+            unit=unit,
+            unit_scale=total > 10_000,
+            initial=initial,
+            file=file,
+            mininterval=float(os.environ.get(INTERVAL, 1.0)),
+            dynamic_ncols=not path,
+            ncols=100 if path else None,
+        ) as bar:
+            yield bar
+    finally:
+        if path:
+            file.close()
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Hide the loading bars of transformers and datasets, which take a second here and fill notebooks."""
+    from datasets.utils import logging as datasets_logging
+    from transformers.utils import logging as transformers_logging
+
+    shown = transformers_logging.is_progress_bar_enabled(), datasets_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    datasets_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown[0]:
+            transformers_logging.enable_progress_bar()
+        if shown[1]:
+            datasets_logging.enable_progress_bar()
+
 
 #: Kind of token: (HTML background, ANSI code, what it is).
 KINDS = {
@@ -80,7 +135,7 @@ def show_blocks(generated: Generated, tokenizer: PreTrainedTokenizerBase, row: i
     """Which tokens of a decoded sequence were drafted, and which are the target's own (Algorithm 1).
 
     Args:
-        generated: result of :func:`dblast.generate.generate`.
+        generated: result of :func:`dblast.decoding.generate`.
         tokenizer: the target's.
         row: which of its prompts.
 

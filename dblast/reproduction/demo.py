@@ -1,0 +1,209 @@
+"""What ``python -m dblast generate`` does: find a trained drafter, decode, time it against plain decoding.
+
+Heavy modules are imported where they are used, so that a request that cannot work is refused at once.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dblast.errors import DBlastError
+
+if TYPE_CHECKING:
+    from dblast.decoding import Generated
+    from dblast.drafter import DBlastDrafter
+    from dblast.sampling import SamplingSettings
+    from dblast.show import BlockView
+    from dblast.targets import Target
+
+#: What a model on the Hugging Face hub is called: owner/name, as no path from "." or "~" is.
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+_DRAFTER_ADVICE = "give a folder written by `python -m dblast train --output FOLDER`"
+
+
+def check_model_name(name: str, advice: str, prefix: str = "") -> None:
+    """Refuse a name that is neither a folder here nor of the form owner/name.
+
+    Raises:
+        DBlastError: see above; the message ends with ``advice``.
+    """
+    # An empty path is the current folder to pathlib.
+    if not (name and Path(name).is_dir()) and not _HUB_ID.fullmatch(name):
+        raise DBlastError(f"{prefix}no such folder {name!r}; {advice}")
+
+
+def check_target_name(name: str) -> None:
+    """Refuse a target that cannot be: not smollm2, not a folder, not of the form owner/name."""
+    if name != "smollm2":
+        check_model_name(name, "give a folder with a saved model, a Hugging Face id (owner/name) or smollm2")
+
+
+def check_request(
+    prompt: str, drafter_folder: Path | None, target_name: str, *, category_temperature: float, max_new_tokens: int
+) -> None:
+    """Refuse what can be seen to be wrong before a model is loaded.
+
+    Raises:
+        DBlastError: a blank prompt, a missing folder, no drafter for this target, a number out of range.
+    """
+    if not prompt.strip():
+        raise DBlastError("the prompt is empty; give --prompt the text to answer")
+    if max_new_tokens < 1:
+        raise DBlastError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if not category_temperature >= 0:
+        raise DBlastError(f"category temperature must not be negative, got {category_temperature}")
+    check_target_name(target_name)
+    if drafter_folder is not None:
+        check_model_name(str(drafter_folder), _DRAFTER_ADVICE, prefix=f"{drafter_folder} holds no drafter: ")
+    elif target_name != "smollm2":
+        raise DBlastError(f"give --drafter FOLDER, a drafter trained for {target_name}")
+
+
+def default_drafter() -> Path:
+    """A drafter for SmolLM2: the cpu profile's with K = 4 and the AL loss (seed 0) if it has been trained, else the
+    shipped DFlash drafter, which has no category heads.
+    """
+    from dblast.reproduction.checkpoints import shipped_drafter
+    from dblast.reproduction.experiments import variant_stage
+    from dblast.reproduction.profiles import Variant, get_profile
+
+    stage = variant_stage(get_profile("cpu").plan("smollm2"), Variant(4, "AL"), 0)
+    if not stage.done:
+        return shipped_drafter("smollm2")
+    stage.check()
+    return stage.folder
+
+
+def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
+    """A saved drafter in the target's dtype, attached, ready to decode.
+
+    Raises:
+        DBlastError: the folder holds no drafter, or one for another target.
+        ArtefactError: its files are not those of its manifest, if it has one.
+    """
+    from safetensors import SafetensorError
+
+    from dblast.drafter import MANIFEST, DBlastDrafter, check_checkpoint
+    from dblast.show import quiet_loading
+
+    if (folder / MANIFEST).is_file():
+        check_checkpoint(folder)
+    try:
+        with quiet_loading():
+            # Sizes that do not fit come back in the report; otherwise they are a page of error.
+            drafter, info = DBlastDrafter.from_pretrained(
+                folder, dtype=target.model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
+    except (OSError, ValueError, SafetensorError) as error:
+        if isinstance(error, DBlastError):
+            raise
+        reason = str(error).splitlines()[0]
+        if not folder.is_dir():
+            reason = f"no such folder, and none from the hub: {reason}"
+        raise DBlastError(f"{folder} holds no drafter ({reason}); {_DRAFTER_ADVICE}") from error
+    wrong = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]}))
+    if wrong:
+        raise DBlastError(f"{folder} holds no drafter (its config.json does not fit its weights: {wrong[0]}); {_DRAFTER_ADVICE}")
+    return drafter.to(target.device).attach(target.model).eval()
+
+
+def plain_speed(target: Target, prompt: list[int], settings: SamplingSettings | None, tokens: int, seed: int) -> float:
+    """Tokens per second of the target's own ``generate`` under the same settings; the global random state is left."""
+    import torch
+
+    sampling = {"do_sample": False}
+    if settings is not None:
+        sampling = {
+            "do_sample": True,
+            "temperature": settings.temperature,
+            "top_k": settings.top_k or 0,
+            "top_p": settings.top_p,
+        }
+    ids = torch.tensor([prompt], device=target.device)
+    cuda = [target.device] if target.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=cuda):
+        torch.manual_seed(seed)
+        start = time.perf_counter()
+        out = target.model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=tokens,
+            eos_token_id=list(target.eos_token_ids) or None,
+            pad_token_id=0,
+            **sampling,
+        )
+        return (out.shape[1] - len(prompt)) / (time.perf_counter() - start)
+
+
+def decode_and_compare(
+    prompt: str,
+    drafter_folder: Path | None,
+    target_name: str,
+    settings: SamplingSettings | None,
+    *,
+    category_temperature: float,
+    mode: str,
+    max_new_tokens: int,
+    seed: int,
+) -> tuple[BlockView, str]:
+    """Answer a prompt speculatively and time the same with plain decoding.
+
+    Args:
+        drafter_folder: None for :func:`default_drafter`, which belongs to smollm2.
+        settings: None decodes greedily.
+
+    Returns:
+        The view and a sentence with both speeds, tokens per second after a short warm-up.
+
+    Raises:
+        DBlastError: a folder without a drafter, or arguments that cannot work.
+    """
+    check_request(
+        prompt,
+        drafter_folder,
+        target_name,
+        category_temperature=category_temperature,
+        max_new_tokens=max_new_tokens,
+    )
+
+    import torch
+
+    from dblast.decoding import generate
+    from dblast.show import show_blocks
+    from dblast.targets import load_target
+    from dblast.verifier import check_mode
+
+    check_mode(mode, num_categories=1)
+    if drafter_folder is None:
+        drafter_folder = default_drafter()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    target = load_target(target_name, device=device)
+    drafter = load_drafter(drafter_folder, target)
+    ids = target.encode_chat([{"role": "user", "content": prompt}])
+
+    def decode(tokens: int) -> Generated:
+        return generate(
+            target,
+            drafter,
+            [ids],
+            settings,
+            max_new_tokens=tokens,
+            do_sample=settings is not None,
+            mode=mode,
+            category_temperature=category_temperature,
+            generator=torch.Generator(device=device).manual_seed(seed),
+        )
+
+    warm_up = min(4, max_new_tokens)
+    decode(warm_up)
+    start = time.perf_counter()
+    result = decode(max_new_tokens)
+    speed = len(result.tokens[0]) / (time.perf_counter() - start)
+    plain_speed(target, ids, settings, warm_up, seed)
+    plain = plain_speed(target, ids, settings, max_new_tokens, seed)
+    timing = f"{speed:.1f} tokens/s against {plain:.1f} with plain decoding ({speed / plain:.2f} times)"
+    return show_blocks(result, target.tokenizer), timing

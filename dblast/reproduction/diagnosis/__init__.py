@@ -1,0 +1,1 @@
+"""Notebook 01: why independent blocks fail when the target samples."""

@@ -1,0 +1,1 @@
+"""The synthetic language and the tiny target that is trained on it."""

@@ -1,0 +1,127 @@
+"""The batch run: all notebooks in order with papermill, progress on the terminal, executed copies under ``runs/``."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import papermill
+import typer
+import yaml
+from papermill.exceptions import PapermillExecutionError
+
+from dblast.errors import DBlastError
+from dblast.reproduction.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS, use_empty_cache
+from dblast.reproduction.profiles import Profile, get_profile
+from dblast.reproduction.progress import relay
+from dblast.targets import fetch_smollm2
+
+
+def notebook_paths(profile: Profile, only: str | None = None) -> list[Path]:
+    """The profile's notebooks in order, or those whose name starts with ``only``; 00, a tour, makes nothing."""
+    paths = [path for path in sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb")) if path.name[:2] in profile.notebooks]
+    chosen = [path for path in paths if path.name.startswith(only or "")]
+    if not chosen:
+        raise DBlastError(f"no notebook of profile {profile.name!r} starts with {only!r}; there are {', '.join(p.stem for p in paths)}")
+    return chosen
+
+
+_EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+
+
+def parse_parameters(pairs: list[str]) -> dict:
+    """``NAME=VALUE`` pairs; values are read as YAML scalars."""
+    parsed = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator or not name:
+            raise DBlastError(f"parameter {pair!r} is not of the form NAME=VALUE")
+        if name == "profile":
+            raise DBlastError(f"the profile is chosen with --profile {value or 'NAME'}, not as a parameter")
+        try:
+            parsed[name] = yaml.safe_load(value)
+            # YAML takes a number without a point, such as 1e-3, for a word.
+            if isinstance(parsed[name], str) and _EXPONENT.fullmatch(value.strip()):
+                parsed[name] = float(value)
+        except (yaml.YAMLError, ValueError):
+            raise DBlastError(f"the value of parameter {pair!r} cannot be read; give a number, true, false or a word") from None
+    return parsed
+
+
+def check_parameters(path: Path, parameters: dict) -> None:
+    """Refuse parameters that a notebook does not have, or of another type; papermill itself only warns."""
+    known = papermill.inspect_notebook(str(path))
+    unknown = sorted(set(parameters) - set(known))
+    if unknown:
+        raise DBlastError(f"{path.name} has no parameter {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    types = {"bool": bool, "float": (int, float), "int": int, "str": str}
+    for name, value in parameters.items():
+        kind = known[name]["inferred_type_name"]
+        if kind not in types:
+            continue
+        if not isinstance(value, types[kind]) or (isinstance(value, bool) and kind != "bool"):
+            raise DBlastError(f"parameter {name!r} of {path.name} is of type {kind}, got {value!r}")
+
+
+def reproduce(
+    profile_name: str, *, only: str | None = None, fresh: bool = False, parameters: list[str] | None = None
+) -> None:
+    """Execute the notebooks of a profile and say what came out.
+
+    Raises:
+        DBlastError: unknown profile, notebook or parameter (before anything runs), or a cell that failed.
+    """
+    profile = get_profile(profile_name)
+    for plan in profile.plans:
+        plan.check()
+    values = {"profile": profile.name, "recompute": True} | parse_parameters(parameters or [])
+    paths = notebook_paths(profile, only)
+    for path in paths:
+        check_parameters(path, values)
+    if any(plan.target == "smollm2" for plan in profile.plans):
+        fetch_smollm2()
+    expected = f"about {profile.minutes:.0f} minutes on two cores" if profile.minutes else "not measured yet"
+    typer.secho(f"Reproducing profile {profile.name}: {len(paths)} notebooks, {expected}.", bold=True)
+    typer.echo("Stages already in the cache are reused; a killed run goes on where it stopped.")
+    if fresh:
+        use_empty_cache(RUNS / profile.name / "cache")
+    run = RUNS / profile.name
+    run.mkdir(parents=True, exist_ok=True)
+    start = time.time()
+    with relay(run / "progress.log"):
+        for path in paths:
+            typer.secho(f"\n{path.name}", fg=typer.colors.CYAN)
+            began = time.monotonic()
+            try:
+                papermill.execute_notebook(
+                    str(path),
+                    str(run / path.name),
+                    parameters=values,
+                    kernel_name="python3",
+                    cwd=str(NOTEBOOKS),
+                    progress_bar=False,
+                    extra_arguments=["--log-level=ERROR"],
+                )
+            except PapermillExecutionError as error:
+                raise DBlastError(
+                    f"{path.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue} "
+                    f"(executed copy: {(run / path.name).relative_to(ROOT)})"
+                ) from error
+            typer.echo(f"{path.name} done in {time.monotonic() - began:.0f} s")
+    _report(profile, start)
+
+
+def _report(profile: Profile, start: float) -> None:
+    """What was produced, and where."""
+    folders = (FIGURES / profile.name, RESULTS / profile.name)
+    made = [p for folder in folders for p in sorted(folder.rglob("*")) if p.is_file() and p.stat().st_mtime >= start]
+    figures = [path for path in made if path.suffix == ".pdf"]
+    tables = [path for path in made if path.suffix == ".md"]
+    minutes = (time.time() - start) / 60
+    typer.secho(f"\nDone in {minutes:.1f} minutes.", bold=True)
+    for title, paths in (("figures", figures), ("tables", tables)):
+        names = ", ".join(path.stem for path in paths)
+        where = paths[0].parent.relative_to(ROOT) if paths else "nowhere"
+        typer.echo(f"{len(paths)} {title} in {where}: {names}")
+    typer.echo(f"results in {folders[1].relative_to(ROOT)}, executed notebooks in {(RUNS / profile.name).relative_to(ROOT)}")

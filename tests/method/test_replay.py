@@ -1,0 +1,266 @@
+"""Replay against the online loop, enumerated exactly on toy targets."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from dblast.errors import DBlastError
+from dblast.replay import expected_accepted, expected_passes
+from dblast.trajectories import block_index
+from dblast.reproduction.estimates import ratio_with_influence, standard_error
+from dblast.verifier import greedy_branch_acceptance
+from tests.helpers import (
+    assert_close,
+    category_log_prior,
+    generator,
+    random_branches,
+    random_log_prior,
+    random_target,
+    sequence_probability,
+)
+
+VOCABULARY, EOS = 3, 0
+
+
+class Toy:
+    """A toy target with an end token and a budget, and a drafter that is a table from prefix to branches and prior."""
+
+    def __init__(self, branches, temperature, budget=5, block_length=2, seed=0, zeros=False):
+        rng = generator(seed)
+        self.budget, self.block_length = budget, block_length
+        self.target = random_target(VOCABULARY, budget + 1, rng, zeros)
+        self.branches = {y: random_branches(branches, block_length, VOCABULARY, rng) for y in self.target}
+        self.log_prior = {y: category_log_prior(random_log_prior(branches, rng), temperature) for y in self.target}
+
+    def finished(self, tokens):
+        return len(tokens) == self.budget or tokens[-1:] == (EOS,)
+
+    def trajectories(self, prefix=()):
+        """Everything that plain sampling can emit."""
+        if self.finished(prefix):
+            return [prefix] if sequence_probability(self.target, prefix) > 0 else []
+        return [tokens for v in range(VOCABULARY) for tokens in self.trajectories((*prefix, v))]
+
+    def online_pass(self, anchor):
+        """(tokens so far, probability) of every way one pass of the online loop ends, in plain floats."""
+        branches, prior = self.branches[anchor].tolist(), self.log_prior[anchor].exp().tolist()
+        for z, draft in enumerate(branches):
+            tokens, alive = anchor, prior[z]
+            for i, drafted in enumerate(draft):
+                p, q = self.target[tokens], [0.0] * VOCABULARY
+                for branch, weight in zip(branches, prior, strict=True):
+                    if branch[:i] == draft[:i]:
+                        q[branch[i]] += weight
+                if alive == 0:
+                    break
+                q = [mass / sum(q) for mass in q]
+                accept = min(1.0, p[drafted] / q[drafted])
+                excess = [max(0.0, p[v] - q[v]) for v in range(VOCABULARY)]
+                if accept < 1:
+                    for v in range(VOCABULARY):
+                        yield (*tokens, v), alive * (1 - accept) * excess[v] / sum(excess)
+                tokens, alive = (*tokens, drafted), alive * accept
+                if self.finished(tokens):
+                    yield tokens, alive
+                    break
+            else:
+                for v, share in enumerate(self.target[tokens]):
+                    yield (*tokens, v), alive * share
+
+    def online(self):
+        """Law of the output, and E[passes; output] of every output."""
+        law, passes = defaultdict(float, {(): 1.0}), defaultdict(float)
+        for length in range(self.budget):
+            for anchor in [y for y in law if len(y) == length and not self.finished(y)]:
+                for tokens, probability in self.online_pass(anchor):
+                    law[tokens] += law[anchor] * probability
+                    passes[tokens] += (passes[anchor] + law[anchor]) * probability
+        outputs = [y for y in law if self.finished(y) and law[y] > 0]
+        return {y: law[y] for y in outputs}, {y: passes[y] for y in outputs}
+
+    def acceptance(self, trajectory):
+        """What replay computes from one stored trajectory, (n, b)."""
+        index, valid = block_index(len(trajectory), self.block_length)
+        prefixes = [trajectory[:a] for a in range(len(trajectory))]
+        log_p = torch.tensor([self.target[y][v] for y, v in zip(prefixes, trajectory, strict=True)]).log()
+        accept = greedy_branch_acceptance(
+            torch.stack([self.branches[y] for y in prefixes]),
+            torch.stack([self.log_prior[y] for y in prefixes]),
+            torch.tensor(trajectory)[index],
+            log_p[index],
+        )
+        return accept * valid
+
+    def replay(self, trajectories):
+        """Expected passes of every trajectory, in one padded batch."""
+        padded = torch.zeros(len(trajectories), self.budget, self.block_length)
+        for row, trajectory in zip(padded, trajectories, strict=True):
+            row[: len(trajectory)] = self.acceptance(trajectory)
+        return expected_passes(padded, torch.tensor([len(trajectory) for trajectory in trajectories]))
+
+
+GRID = [(branches, temperature) for branches in (1, 2, 3) for temperature in (0.0, 0.5, 1.0, 2.0)]
+each_drafter = pytest.mark.parametrize(("branches", "temperature"), GRID)
+each_block_length = pytest.mark.parametrize("block_length", [1, 2, 3])
+
+
+@each_drafter
+@each_block_length
+@pytest.mark.parametrize("zeros", [False, True], ids=["p > 0", "p with zeros"])
+def test_replay_is_the_online_loop(branches, temperature, block_length, zeros):
+    """Same expected passes and emitted tokens; token by token, same passes given each output."""
+    toy = Toy(branches, temperature, block_length=block_length, seed=branches, zeros=zeros)
+    law, passes = toy.online()
+    trajectories = toy.trajectories()
+    weights = torch.tensor([sequence_probability(toy.target, y) for y in trajectories], dtype=torch.float64)
+    replayed = toy.replay(trajectories)
+
+    assert set(law) == set(trajectories)
+    assert_close([law[y] for y in trajectories], weights, tolerance=1e-12)
+    assert_close((weights * replayed).sum(), sum(passes.values()), tolerance=1e-6)
+    lengths = torch.tensor([len(y) for y in trajectories])
+    assert_close((weights * lengths).sum(), sum(law[y] * len(y) for y in law), tolerance=1e-12)
+    assert_close(replayed, [passes[y] / law[y] for y in trajectories], tolerance=1e-6)
+
+
+def reference_passes(acceptance, advance):
+    """The backward recursion in plain floats, with the move of the anchor after l accepted tokens as a parameter."""
+    n, b = len(acceptance), len(acceptance[0])
+    left = [0.0] * (n + b + 2)
+    for a in reversed(range(n)):
+        left[a] = 1.0
+        for accepted in range(b + 1):
+            reached = math.prod(acceptance[a][:accepted])
+            stop = reached * (1 - acceptance[a][accepted]) if accepted < b else reached
+            left[a] += stop * left[a + advance(accepted)]
+    return left[0]
+
+
+def random_acceptance(*shape, seed=0):
+    return torch.rand(shape, generator=generator(seed))
+
+
+def test_backward_recursion():
+    acceptance = random_acceptance(6, 9, 3)
+    expected = [reference_passes(row.tolist(), lambda accepted: accepted + 1) for row in acceptance]
+    assert_close(expected_passes(acceptance), expected, tolerance=1e-12)
+
+
+def test_recursion_that_forgets_the_token_of_the_target_differs():
+    acceptance = random_acceptance(6, 9, 3)
+    faulty = [reference_passes(row.tolist(), lambda accepted: max(1, accepted)) for row in acceptance]
+    assert ((expected_passes(acceptance) - torch.tensor(faulty)).abs() > 1e-3).all()
+
+
+def test_uniform_average_over_anchors_is_not_the_online_number():
+    toy = Toy(3, 1.0, seed=3)
+    law, passes = toy.online()
+    online = (sum(law[y] * len(y) for y in law) - sum(passes.values())) / sum(passes.values())
+    accepted, anchors = 0.0, 0.0
+    for trajectory in toy.trajectories():
+        accepted += law[trajectory] * float(expected_accepted(toy.acceptance(trajectory)).sum())
+        anchors += law[trajectory] * len(trajectory)
+    assert abs(accepted / anchors - online) > 1e-3
+
+
+@each_block_length
+@pytest.mark.parametrize("length", [1, 4, 7, 8, 12])
+def test_every_draft_rejected_costs_one_pass_per_token(length, block_length):
+    assert_close(expected_passes(torch.zeros(2, length, block_length)), [length, length])
+
+
+@each_block_length
+@pytest.mark.parametrize("length", [1, 4, 7, 8, 12])
+def test_every_draft_accepted_costs_one_pass_per_block_and_bonus(length, block_length):
+    passes = math.ceil(length / (block_length + 1))
+    assert_close(expected_passes(torch.ones(2, length, block_length)), [passes, passes])
+
+
+def test_padding_does_not_matter():
+    lengths = torch.tensor([3, 7, 1, 5])
+    acceptance = random_acceptance(4, 7, 3, seed=1)
+    alone = [float(expected_passes(acceptance[t : t + 1, :n])) for t, n in enumerate(lengths.tolist())]
+    assert_close(expected_passes(acceptance, lengths), alone, tolerance=1e-12)
+    position = torch.arange(7).unsqueeze(-1) + torch.arange(3)
+    past_the_end = position >= lengths[:, None, None]
+    for filler in (0.0, 1.0, 0.5):
+        assert_close(expected_passes(acceptance.masked_fill(past_the_end, filler), lengths), alone, tolerance=1e-12)
+
+
+def test_expected_accepted_enumerates_the_coin_flips():
+    acceptance = random_acceptance(5, 3, seed=2)
+    for row, actual in zip(acceptance.tolist(), expected_accepted(acceptance), strict=True):
+        expected = 0.0
+        for flips in range(8):
+            coins = [bool(flips >> j & 1) for j in range(3)]
+            probability = math.prod(a if coin else 1 - a for a, coin in zip(row, coins, strict=True))
+            expected += probability * (coins.index(False) if False in coins else 3)
+        assert_close(actual, expected)
+
+
+def test_expected_accepted_stops_where_the_block_does():
+    acceptance = random_acceptance(4, 3, seed=3)
+    valid = torch.arange(3) < torch.tensor([[0], [1], [2], [3]])
+    expected = [expected_accepted(acceptance[n, :n]) for n in range(4)]
+    assert_close(expected_accepted(acceptance, valid), torch.stack(expected))
+
+
+def test_block_index():
+    index, valid = block_index(length=4, block_length=3)
+    assert index.tolist() == [[0, 1, 2], [1, 2, 3], [2, 3, 3], [3, 3, 3]]
+    assert valid.int().tolist() == [[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 0, 0]]
+
+
+def simulated_scores(units, seed):
+    """Accepted tokens and passes of two drafters on the same trajectories, which vary in length and difficulty."""
+    rng = np.random.default_rng(seed)
+    emitted = rng.integers(20, 120, units)
+    difficulty = rng.gamma(4.0, 0.5, units)
+    first = emitted / (1 + difficulty * rng.uniform(0.9, 1.1, units))
+    second = emitted / (1.1 + difficulty * rng.uniform(0.9, 1.1, units))
+    return (emitted - first, first), (emitted - second, second)
+
+
+def test_ratio_is_that_of_the_sums():
+    (accepted, passes), _ = simulated_scores(50, seed=1)
+    ratio, influence = ratio_with_influence(accepted, passes)
+    assert_close(ratio, accepted.sum() / passes.sum(), tolerance=1e-12)
+    assert influence.shape == accepted.shape
+    assert_close(influence.mean(), 0.0, tolerance=1e-12)
+
+
+def test_standard_error_agrees_with_the_bootstrap():
+    (accepted, passes), _ = simulated_scores(300, seed=2)
+    _, influence = ratio_with_influence(accepted, passes)
+    draws = np.random.default_rng(3).integers(len(accepted), size=(4000, len(accepted)))
+    bootstrap = (accepted[draws].sum(1) / passes[draws].sum(1)).std(ddof=1)
+    assert_close(standard_error(influence) / bootstrap, 1.0, tolerance=0.1)
+
+
+def test_paired_difference_agrees_with_the_bootstrap_and_is_sharper_than_unpaired():
+    (accepted, passes), (accepted_2, passes_2) = simulated_scores(300, seed=4)
+    _, influence = ratio_with_influence(accepted, passes)
+    _, influence_2 = ratio_with_influence(accepted_2, passes_2)
+    paired = standard_error(influence_2 - influence)
+    draws = np.random.default_rng(5).integers(len(accepted), size=(4000, len(accepted)))
+    difference = accepted_2[draws].sum(1) / passes_2[draws].sum(1) - accepted[draws].sum(1) / passes[draws].sum(1)
+    assert_close(paired / difference.std(ddof=1), 1.0, tolerance=0.1)
+    assert paired < 0.5 * math.hypot(standard_error(influence), standard_error(influence_2))
+
+
+def test_standard_error_of_two_units():
+    assert_close(standard_error(np.array([1.0, -1.0])), 1.0, tolerance=1e-12)
+
+
+def test_single_unit_has_no_standard_error():
+    assert math.isnan(standard_error(np.zeros(1)))
+
+
+def test_no_trajectories_is_an_error():
+    with pytest.raises(DBlastError, match="no trajectories"):
+        ratio_with_influence(np.zeros(0), np.zeros(0))

@@ -1,0 +1,140 @@
+"""The command line's refusals: clear, in one line, and before the heavy modules are imported."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from dblast.reproduction import demo
+from dblast.drafter import write_checkpoint
+from dblast.reproduction.cli import app
+from dblast.errors import ArtefactError, DBlastError
+from dblast.reproduction.paths import ROOT
+
+#: Runs the command line like ``python -m dblast`` and says on stdout which of the modules named first it imported.
+_PROBE = """
+import sys
+modules = sys.argv[1].split(",")
+sys.argv = ["dblast", *sys.argv[2:]]
+from dblast.cli import main
+try:
+    main()
+except SystemExit as stop:
+    print("imported:", *(name for name in modules if name in sys.modules))
+    sys.exit(stop.code)
+"""
+
+HEAVY = "torch,transformers,datasets,papermill,pandas"
+#: Profiles are made of training configurations, which need torch; the rest can wait.
+AFTER_PROFILES = "datasets,papermill,dblast.reproduction.experiments,dblast.reproduction.results"
+
+
+def run(modules, arguments):
+    command = [sys.executable, "-c", _PROBE, modules, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "--prompt", ""], "the prompt is empty"),
+        (["generate", "--prompt", " \n\t"], "the prompt is empty"),
+        (["generate", "--prompt", "Hi", "--drafter", "./missing"], "no such folder 'missing'"),
+        (["generate", "--prompt", "Hi", "--target", "./missing", "--drafter", "x"], "no such folder './missing'"),
+        (["generate", "--prompt", "Hi", "--target", ""], "no such folder ''"),
+        (["generate", "--prompt", "Hi", "--target", "."], "give --drafter FOLDER"),
+        (["generate", "--prompt", "Hi", "--max-new-tokens", "0"], "max_new_tokens must be at least 1, got 0"),
+        (["generate", "--prompt", "Hi", "--category-temperature", "-1"], "must not be negative, got -1.0"),
+        (["train", "--target", "smollm2", "--model", "/missing/model"], "no such folder '/missing/model'"),
+        (["train", "--output", "."], "exists already"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_input_that_needs_no_model_is_refused_before_torch_is_imported(arguments, words):
+    done = run(HEAVY, arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and words in done.stderr
+    assert done.stdout.strip() == "imported:"
+
+
+@pytest.mark.parametrize("arguments", [["train", "--nope"], ["generate"], ["nope"]], ids=" ".join)
+def test_usage_errors_keep_their_text_and_import_nothing(arguments):
+    done = run(HEAVY, arguments)
+    assert done.returncode == 2
+    assert "Usage:" in done.stderr and "Error" in done.stderr
+    assert done.stdout.strip() == "imported:"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["reproduce", "--profile", "nope"], "unknown profile 'nope'"),
+        (["train", "--loss", "nope"], "unknown loss 'nope'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_plan_is_refused_before_the_stages_are_imported(arguments, words):
+    done = run(AFTER_PROFILES, arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1 and words in done.stderr
+    assert done.stdout.strip() == "imported:"
+
+
+@pytest.mark.parametrize("name", ["owner/name", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "smollm2"])
+def test_hub_ids_are_left_to_the_hub(name):
+    demo.check_target_name(name)
+
+
+@pytest.mark.parametrize("name", ["x", "./x", "../x", "~/x", "/x", "a/b/c", "owner/", "owner/two words", " "])
+def test_other_names_must_be_folders(name):
+    with pytest.raises(DBlastError, match=r"no such folder .*owner/name"):
+        demo.check_target_name(name)
+
+
+def test_a_folder_may_have_any_name_and_a_file_is_no_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a b").mkdir()
+    demo.check_target_name("a b")
+    (tmp_path / "file").touch()
+    with pytest.raises(DBlastError, match="no such folder 'file'"):
+        demo.check_target_name("file")
+
+
+def test_an_unknown_mode_is_refused_before_a_model_is_loaded(monkeypatch):
+    def load(*_, **__):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("dblast.targets.load_target", load)
+    done = CliRunner().invoke(app, ["generate", "--prompt", "Hi", "--mode", "nope"])
+    assert isinstance(done.exception, DBlastError) and "unknown proposal mode 'nope'" in str(done.exception)
+
+
+def test_a_missing_drafter_that_could_be_on_the_hub_is_called_missing(llama):
+    with pytest.raises(DBlastError, match="holds no drafter .no such folder, and none from the hub"):
+        demo.load_drafter(Path("owner/name"), llama)
+
+
+def test_a_drafter_whose_weights_do_not_fit_its_configuration_gets_one_line(llama, make_drafter, tmp_path):
+    make_drafter(llama, num_categories=2).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    for change in ({"intermediate_size": config["intermediate_size"] + 8}, {"num_categories": 3}, {"num_categories": 0}, *({"num_hidden_layers": n} for n in (1, 9))):
+        path.write_text(json.dumps(config | change))
+        with pytest.raises(DBlastError, match="does not fit its weights") as error:
+            demo.load_drafter(tmp_path, llama)
+        assert len(str(error.value).splitlines()) == 1
+    path.write_text(json.dumps(config))
+    assert demo.load_drafter(tmp_path, llama).config.num_categories == 2
+
+
+def test_a_drafter_with_a_manifest_is_compared_with_it(llama, make_drafter, tmp_path):
+    folder = write_checkpoint(make_drafter(llama, num_categories=0), {}, tmp_path / "made")
+    demo.load_drafter(folder, llama)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    with pytest.raises(ArtefactError, match="model.safetensors is missing or damaged"):
+        demo.load_drafter(folder, llama)
