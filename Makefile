@@ -22,7 +22,7 @@ help:
 $(READY): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or set PYTHON=/path/to/it"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[reproduction,test]"
 	@touch $(READY)
 
 setup: $(READY)
@@ -53,7 +53,7 @@ check-results: fetch
 
 # Playwright is only for this check, so that only this check installs it.
 $(BROWSER_READY): $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[browser]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[reproduction,test,browser]"
 	@touch $(BROWSER_READY)
 
 browser-check: fetch $(BROWSER_READY)

@@ -518,15 +518,6 @@ def test_custom_generate_refuses_what_it_cannot_honour(llama, make_drafter, argu
     one_line(error, words)
 
 
-def test_package_names_load_on_first_use():
-    code = "import dblast, sys; assert not {'torch', 'transformers'} & set(sys.modules); dblast.show_blocks"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert dblast.decoding is generate_module and callable(dblast.decoding)
-    assert dblast.DBlastDrafter is DBlastDrafter and dblast.show_blocks is show_blocks
-    with pytest.raises(AttributeError):
-        dblast.nothing  # noqa: B018
-
-
 # -- online decoding and replay ------------------------------------------------------------------
 
 

@@ -29,8 +29,10 @@ def _pins():
 
 
 def _direct():
+    """What the tested environment has: the method's needs, and those of study and tests."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    return [Requirement(line) for line in project["dependencies"]]
+    extras = project["optional-dependencies"]
+    return [Requirement(line) for line in (*project["dependencies"], *extras["reproduction"], *extras["test"])]
 
 
 def _optional():
@@ -51,7 +53,7 @@ def test_environment_repeats_the_pins_of_the_direct_dependencies():
     conda = [item for item in environment["dependencies"] if isinstance(item, str)]
     assert "python=3.11" in conda
     (pip,) = (item["pip"] for item in environment["dependencies"] if isinstance(item, dict))
-    assert pip[:2] == ["--constraint constraints.txt", "--editable ."]
+    assert pip[:2] == ["--constraint constraints.txt", "--editable .[reproduction,test]"]
     pins = _pins()
     expected = {canonicalize_name(r.name): pins[canonicalize_name(r.name)] for r in _direct()}
     assert {canonicalize_name(n): v for n, v in (line.split("==") for line in pip[2:])} == expected
