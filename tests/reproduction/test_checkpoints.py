@@ -213,7 +213,7 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
     ):
         harmed = tmp_path / f"harmed-{name}"
         shutil.copytree(made, harmed)
-        path = harmed / (checkpoints.MANIFEST if name == "manifest" else name)
+        path = harmed / (MANIFEST if name == "manifest" else name)
         path.write_bytes(harm(path.read_bytes()))
         done = CliRunner().invoke(app, ["train", *common, "--start", str(harmed), "--training-prompts", "9"])
         assert isinstance(done.exception, DBlastError) and words in str(done.exception), done.exception

@@ -19,7 +19,7 @@ _PROBE = """
 import sys
 modules = sys.argv[1].split(",")
 sys.argv = ["dblast", *sys.argv[2:]]
-from dblast.cli import main
+from dblast.reproduction.cli import main
 try:
     main()
 except SystemExit as stop:
