@@ -50,7 +50,9 @@ class Table:
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{self.name}.{suffix}" for suffix in ("csv", "md", "tex")]
         self.rows.round(6).to_csv(paths[0], index=False)
-        text = self.display.reset_index().to_markdown(index=False, disable_numparse=True)
+        # A token may be a bar, which would end its cell.
+        shown = self.display.reset_index().map(lambda cell: cell.replace("|", r"\|") if isinstance(cell, str) else cell)
+        text = shown.to_markdown(index=False, disable_numparse=True)
         paths[1].write_text(f"**{self.title}.** {self.caption}\n\n{text}\n", encoding="utf-8")
         paths[2].write_text(self.latex(), encoding="utf-8")
         return paths
