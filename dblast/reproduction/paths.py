@@ -11,10 +11,12 @@ from dblast.targets import cache_folder
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
 NOTEBOOKS = ROOT / "notebooks"
-FIGURES = ROOT / "figures"
-RUNS = ROOT / "runs"
 PAPER = DATA / "paper"
-RESULTS = DATA / "results"
+#: What runs write goes into the checkout, or into another folder, to leave what is kept alone.
+OUTPUT = Path(os.environ.get("DBLAST_OUTPUT", ROOT)).resolve()
+FIGURES = OUTPUT / "figures"
+RUNS = OUTPUT / "runs"
+RESULTS = OUTPUT / "data" / "results"
 
 
 def use_empty_cache(folder: Path) -> None:

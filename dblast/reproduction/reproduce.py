@@ -12,7 +12,7 @@ import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from dblast.errors import DBlastError
-from dblast.reproduction.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS, use_empty_cache
+from dblast.reproduction.paths import FIGURES, NOTEBOOKS, OUTPUT, RESULTS, RUNS, use_empty_cache
 from dblast.reproduction.profiles import Profile, get_profile
 from dblast.reproduction.progress import relay
 from dblast.targets import fetch_smollm2
@@ -106,7 +106,7 @@ def reproduce(
             except PapermillExecutionError as error:
                 raise DBlastError(
                     f"{path.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue} "
-                    f"(executed copy: {(run / path.name).relative_to(ROOT)})"
+                    f"(executed copy: {(run / path.name).relative_to(OUTPUT)})"
                 ) from error
             typer.echo(f"{path.name} done in {time.monotonic() - began:.0f} s")
     _report(profile, start)
@@ -122,6 +122,6 @@ def _report(profile: Profile, start: float) -> None:
     typer.secho(f"\nDone in {minutes:.1f} minutes.", bold=True)
     for title, paths in (("figures", figures), ("tables", tables)):
         names = ", ".join(path.stem for path in paths)
-        where = paths[0].parent.relative_to(ROOT) if paths else "nowhere"
+        where = paths[0].parent.relative_to(OUTPUT) if paths else "nowhere"
         typer.echo(f"{len(paths)} {title} in {where}: {names}")
-    typer.echo(f"results in {folders[1].relative_to(ROOT)}, executed notebooks in {(RUNS / profile.name).relative_to(ROOT)}")
+    typer.echo(f"results in {folders[1].relative_to(OUTPUT)}, executed notebooks in {(RUNS / profile.name).relative_to(OUTPUT)}")
