@@ -16,7 +16,7 @@ help:
 	@echo "make check-results [FRESH=1]        rerun a profile beside its kept results, say what moved beyond errors"
 	@echo "make report [PROFILE=cpu|smoke]     one HTML page of a run: claims, figures, tables, notebooks"
 	@echo "make browser-check                  optional: notebooks 00 and 01 in JupyterLab inside a headless Chromium"
-	@echo "make notebooks                      refresh the committed outputs from the kept results"
+	@echo "make notebooks                      refresh the committed outputs, and the tables of the README, from the kept results"
 
 # The environment is rebuilt when its definition changes.
 $(READY): pyproject.toml constraints.txt
@@ -44,6 +44,7 @@ lab: fetch
 
 notebooks: fetch
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
+	$(BIN)/python -m dblast readme
 
 report: $(READY)
 	$(BIN)/python -m dblast report --profile $(PROFILE)

@@ -1,4 +1,4 @@
-"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce | report |
+"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce | report | readme |
 check-results``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
@@ -275,6 +275,15 @@ def report(
 
     path = build_report(profile, output)
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+@app.command()
+def readme() -> None:
+    """Write the tables of README.md and README.ko.md from the kept tables of profile cpu."""
+    from dblast.reproduction.readme import refresh
+
+    changed = [path.name for path in refresh()]
+    typer.echo(f"changed: {', '.join(changed)}" if changed else "nothing changed")
 
 
 @app.command("check-results")

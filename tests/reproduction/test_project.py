@@ -13,7 +13,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dblast.reproduction.paths import FIGURES, NOTEBOOKS, ROOT
+from dblast.reproduction.paths import NOTEBOOKS, ROOT
 from dblast.reproduction.profiles import PROFILES, get_profile
 from dblast.reproduction.reproduce import notebook_paths, parse_parameters
 from dblast.reproduction.results import TABLES, plan_digest, read_provenance, results_folder
@@ -116,17 +116,6 @@ def test_committed_results_are_those_of_their_profile(name, tables):
             file = f"{plan.label}-{table}.parquet"
             assert record[file]["plan"] == plan_digest(plan, table), f"{file} was made by another plan"
             assert record[file]["sha256"] == sha256_file(results_folder(name) / file)
-
-
-def test_readme_table_repeats_the_result_table():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in ("tiny", "smollm2"):
-        rows = pd.read_csv(FIGURES / "cpu" / "tables" / f"table2_{target}.csv")
-        rows = rows[(rows.task == "average") & (rows.seed.astype(str) == "all")].set_index(["setting", "method"])
-        for setting in ("high", "medium", "low"):
-            cells = [rows.loc[(setting, m)] for m in ("DFlash", "DFlash+AL", "DFlash+DS", "DBlast")]
-            numbers = " | ".join(f"{c.accepted_length:.2f} ± {c.standard_error:.2f}" for c in cells)
-            assert f"| {target} | {setting} | {numbers} |" in text
 
 
 def test_tiny_target_of_the_committed_results_is_close_to_its_language():
