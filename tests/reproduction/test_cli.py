@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dblast import names
 from dblast.reproduction import demo
+from dblast import losses
+from dblast.reproduction import objectives
 from dblast.drafter import write_checkpoint
 from dblast.reproduction.cli import app
 from dblast.errors import ArtefactError, DBlastError
@@ -19,7 +22,7 @@ _PROBE = """
 import sys
 modules = sys.argv[1].split(",")
 sys.argv = ["dblast", *sys.argv[2:]]
-from dblast.reproduction.cli import main
+from dblast.cli import main
 try:
     main()
 except SystemExit as stop:
@@ -81,6 +84,16 @@ def test_a_plan_is_refused_before_the_stages_are_imported(arguments, words):
     assert done.returncode == 2
     assert len(done.stderr.strip().splitlines()) == 1 and words in done.stderr
     assert done.stdout.strip() == "imported:"
+
+
+def test_the_command_line_shows_every_name_that_is_known():
+    assert names.LOSSES == losses.LOSSES and names.OBJECTIVES == tuple(objectives.OBJECTIVES)
+    assert names.AL_CONSTRUCTIONS == losses.AL_CONSTRUCTIONS
+    wide = {"COLUMNS": "400", "NO_COLOR": "1"}
+    train, generate = (CliRunner(env=wide).invoke(app, [command, "--help"]).stdout for command in ("train", "generate"))
+    for known in (names.LOSSES, names.OBJECTIVES, names.AL_CONSTRUCTIONS, names.PROMPT_SOURCES, names.STARTS):
+        assert ", ".join(known) in train
+    assert ", ".join(names.MODES) in generate
 
 
 @pytest.mark.parametrize("name", ["owner/name", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "smollm2"])
