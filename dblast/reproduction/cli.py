@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dblast.errors import DBlastError
-from dblast.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROMPT_SOURCES, STARTS
+from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROMPT_SOURCES, STARTS
 
 if TYPE_CHECKING:
     from dblast.reproduction.plans import Plan

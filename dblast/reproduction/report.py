@@ -24,8 +24,8 @@ from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbconvert.preprocessors.sanitize import SanitizeHTML
 from pygments.formatters import HtmlFormatter
 
-from dblast.reproduction.claims import COLUMNS, VERDICT_RULE
 from dblast.errors import DBlastError
+from dblast.reproduction.claims import COLUMNS, VERDICT_RULE
 from dblast.reproduction.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS
 from dblast.reproduction.profiles import get_profile
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dblast import names
+from dblast.reproduction import names
 from dblast.reproduction import demo
 from dblast import losses
 from dblast.reproduction import objectives
@@ -22,7 +22,7 @@ _PROBE = """
 import sys
 modules = sys.argv[1].split(",")
 sys.argv = ["dblast", *sys.argv[2:]]
-from dblast.cli import main
+from dblast.reproduction.cli import main
 try:
     main()
 except SystemExit as stop:
@@ -87,7 +87,7 @@ def test_a_plan_is_refused_before_the_stages_are_imported(arguments, words):
 
 
 def test_the_command_line_shows_every_name_that_is_known():
-    assert names.LOSSES == losses.LOSSES and names.OBJECTIVES == tuple(objectives.OBJECTIVES)
+    assert (*names.LOSSES, *names.OBJECTIVES) == tuple(losses.LOSSES) and names.OBJECTIVES == tuple(objectives.OBJECTIVES)
     assert names.AL_CONSTRUCTIONS == losses.AL_CONSTRUCTIONS
     wide = {"COLUMNS": "400", "NO_COLOR": "1"}
     train, generate = (CliRunner(env=wide).invoke(app, [command, "--help"]).stdout for command in ("train", "generate"))

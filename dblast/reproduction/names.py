@@ -2,13 +2,13 @@
 
 #: Losses of the paper and of DFlash, see :mod:`dblast.losses`.
 LOSSES = ("NLL", "AL", "CE")
-#: Other papers' objectives, see :mod:`dblast.objectives`; names that end in 1 use the sampled token alone.
+#: Other papers' objectives, see :mod:`dblast.reproduction.objectives`; names that end in 1 use the sampled token alone.
 OBJECTIVES = ("DPACE", "TRUNC", "FOCAL", "CHAIN", "L2R", "EAL", "TV1", "NLA1", "LK1", "TV", "NLA", "LK", "KD")
 #: What the AL loss sums over.
 AL_CONSTRUCTIONS = ("all_prefixes", "one_prefix", "whole_block")
-#: How blocks are drafted, see :mod:`dblast.proposals`.
+#: How blocks are drafted, see :mod:`dblast.verifier`.
 MODES = ("greedy_branch", "soft", "independent")
-#: Prompts that are no file, see :func:`dblast.prompts.load_prompts`.
+#: Prompts that are no file, see :func:`dblast.reproduction.prompts.sources.load_prompts`.
 PROMPT_SOURCES = ("bundled", "hub")
-#: What a drafter starts from if not from a checkpoint's folder or id, see :class:`dblast.plans.DrafterConfig`.
+#: What a drafter starts from if not from a checkpoint's folder or id, see :class:`dblast.reproduction.plans.DrafterConfig`.
 STARTS = ("shipped", "target", "random")
