@@ -46,8 +46,8 @@ COLOURS = dict(zip(VERDICTS, ("green", "yellow", "red", "magenta", "cyan"), stri
 #: The claim on time.
 TIMED = "of an iteration"
 NOT_COMPARED = (
-    "Not compared: timings (Tables 6 and 7 and their claim), which are the machine's; training curves and the health of the "
-    "branches in training; example texts (Table 9); what captions tell of online decoding."
+    "Not compared: timings (Tables 6 and 7 and their claim), which are the machine's; training curves and the health of "
+    "the branches in training; example texts (Table 9); what captions tell of online decoding."
 )
 
 
@@ -72,7 +72,8 @@ def read_cells(folder: Path) -> pd.DataFrame:
             table[f"{EXACT}_error"] = 0.0
         errors = {name: f"{name}_error" for name in table if f"{name}_error" in table}
         if "standard_error" in table:
-            errors |= {name: "standard_error" for name in ("accepted_length", "conditional_acceptance") if name in table}
+            measured = ("accepted_length", "conditional_acceptance")
+            errors |= {name: "standard_error" for name in measured if name in table}
         names = [name for name in NAMES if name in table]
         if errors and table.duplicated(names).any() and "category_temperature" in table:
             names.append("category_temperature")
@@ -165,7 +166,15 @@ def check_results(profile_name: str, *, fresh: bool = False, compare_only: bool 
         shutil.rmtree(folder, ignore_errors=True)
         # A profile may read what others have kept.
         shutil.copytree(RESULTS, folder / "data/results", ignore=shutil.ignore_patterns(profile.name))
-        command = [sys.executable, "-m", "dblast", "reproduce", "--profile", profile.name, *(["--fresh"] if fresh else [])]
+        command = [
+            sys.executable,
+            "-m",
+            "dblast",
+            "reproduce",
+            "--profile",
+            profile.name,
+            *(["--fresh"] if fresh else []),
+        ]
         if subprocess.run(command, env=os.environ | {"DBLAST_OUTPUT": str(folder)}, check=False).returncode:
             raise DBlastError(f"the rerun of profile {profile.name!r} failed; see above")
         done.touch()
@@ -173,5 +182,6 @@ def check_results(profile_name: str, *, fresh: bool = False, compare_only: bool 
         raise DBlastError(f"there is no finished rerun; run `python -m dblast check-results --profile {profile.name}`")
     cells = compare(kept, read_cells(folder / "figures" / profile.name))
     cells.to_csv(folder / "cells.csv", index=False)
-    typer.echo(f"Profile {profile.name}: {len(cells)} cells, new against kept\n{describe(cells)}\nall cells: {folder / 'cells.csv'}")
+    typer.echo(f"Profile {profile.name}: {len(cells)} cells, new against kept\n{describe(cells)}")
+    typer.echo(f"all cells: {folder / 'cells.csv'}")
     return int(failed(cells))

@@ -81,7 +81,8 @@ def train(
     loss: Annotated[
         str,
         typer.Option(
-            help=f"{', '.join(LOSSES)}, or another objective: {', '.join(OBJECTIVES)}; those ending in 1 use the sampled token alone."
+            help=f"{', '.join(LOSSES)}, or another objective: {', '.join(OBJECTIVES)}; "
+            "those ending in 1 use the sampled token alone."
         ),
     ] = "AL",
     construction: Annotated[str, typer.Option(help=f"AL loss: {', '.join(AL_CONSTRUCTIONS)}.")] = "all_prefixes",

@@ -10,7 +10,7 @@ import pandas as pd
 #: A table with a cell of more letters than these holds running text: its columns are broken into lines.
 RUNNING_TEXT = 60
 
-#: Letters that mean something to LaTeX, and those that its old encoding OT1 lacks; pandas escapes neither caption nor "<".
+#: Letters that mean something to LaTeX, or that its old encoding OT1 lacks; pandas escapes neither "<" nor captions.
 _LETTERS = str.maketrans(
     {letter: f"\\{letter}" for letter in "%_&#${}"}
     | {"\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}", "<": r"\textless{}"}
@@ -57,7 +57,8 @@ def latex_table(display: pd.DataFrame, caption: str, label: str) -> str:
         text = styler.to_latex(environment="longtable", column_format=form, **options)
         # The caption is long: once is enough.
         text = re.sub(r"\n\\caption\[\].*", "", text)
-        return f"% needs the packages array, booktabs, longtable\n{{\\footnotesize\\setlength{{\\LTcapwidth}}{{\\textwidth}}\n{text}}}\n"
+        begin = "{\\footnotesize\\setlength{\\LTcapwidth}{\\textwidth}\n"
+        return f"% needs the packages array, booktabs, longtable\n{begin}{text}}}\n"
     text = styler.to_latex(position_float="centering", **options)
     text = text.replace(r"\begin{tabular}", _SHRINK + r"\begin{tabular}").replace(r"\end{tabular}", r"\end{tabular}}")
     return f"% needs the packages booktabs, graphicx\n{text}"

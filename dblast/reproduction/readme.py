@@ -55,7 +55,8 @@ KOREAN_WORDS = {
 
 def markdown_rows(text: str) -> list[list[str]]:
     """Cells of the lines of a Markdown table, the rule left out."""
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("|")]
+    lines = [line.strip("| ").split("|") for line in text.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line] for line in lines]
     return [row for row in rows if not set("".join(row)) <= set("-:")]
 
 
@@ -75,8 +76,8 @@ def made_tables() -> dict[str, dict[str, str]]:
     """For each front page the Markdown of its tables by name."""
     lengths = []
     for target in ("tiny", "smollm2"):
-        rows = pd.read_csv(TABLES / f"table2_{target}.csv", dtype={"seed": str}).query("task == 'average' and seed == 'all'")
-        cells = rows.set_index(["setting", "method"])
+        rows = pd.read_csv(TABLES / f"table2_{target}.csv", dtype={"seed": str})
+        cells = rows.query("task == 'average' and seed == 'all'").set_index(["setting", "method"])
         for setting in SETTINGS_ORDER:
             line = [cells.loc[(setting, method)] for method in METHODS]
             lengths.append([target, setting, *(f"{c.accepted_length:.2f} ± {c.standard_error:.2f}" for c in line)])

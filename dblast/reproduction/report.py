@@ -37,11 +37,11 @@ def build_report(profile: str, output: Path | None = None) -> Path:
     """Write the report of a profile's last run, by default to ``figures/<profile>/report.html``; returns its path.
 
     Raises:
-        DBlastError: unknown profile or one that makes no table of claims, a missing or unreadable input, or a page above
-            :data:`LIMIT` bytes (the page of an earlier call is then left as it was).
+        DBlastError: unknown profile or one that makes no table of claims, a missing or unreadable input, or a page of
+            more than :data:`LIMIT` bytes (the page of an earlier call is then left as it was).
     """
     if "05" not in get_profile(profile).notebooks:
-        raise DBlastError(f"profile {profile!r} makes no table of claims, with which a report begins; take another, such as cpu")
+        raise DBlastError(f"profile {profile!r} makes no table of claims, with which a report begins; try cpu")
     target = FIGURES / profile / "report.html" if output is None else Path(output)
     if target.is_dir():
         raise DBlastError(f"{target} is a folder; give the report a file name")
@@ -64,7 +64,10 @@ def build_report(profile: str, output: Path | None = None) -> Path:
 
     tables = read_all(_table, FIGURES / profile / "tables", "*.md")
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
     text = environment.get_template("report.html.j2").render(
         profile=profile,
@@ -73,7 +76,7 @@ def build_report(profile: str, output: Path | None = None) -> Path:
         figures=read_all(_figure, FIGURES / profile, "*.png"),
         # The page begins with the claims, and what ran stands behind what came out.
         tables=[table for table in tables if table["name"] not in ("claims", "table8")],
-        configuration=[table for table in tables if table["name"] == "table8"] or read(_table, FIGURES / profile / "tables/table8.md"),
+        configuration=[read(_table, FIGURES / profile / "tables" / "table8.md")],
         provenance=read(_provenance, RESULTS / profile / "provenance.json"),
         notebooks=[read(_notebook, path) for path in _executed(profile)],
         highlighting=HtmlFormatter().get_style_defs(".highlight"),
@@ -81,7 +84,7 @@ def build_report(profile: str, output: Path | None = None) -> Path:
     # A model's text may hold halves of characters, which UTF-8 cannot write.
     page = text.encode("utf-8", "replace")
     if len(page) > LIMIT:
-        raise DBlastError(f"the report would be {len(page) / 1e6:.1f} MB, above {LIMIT / 1e6:g}; shrink figures or notebooks")
+        raise DBlastError(f"the report would be {len(page) / 1e6:.1f} MB, above {LIMIT / 1e6:g}; make figures smaller")
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(page)
     return target
@@ -97,7 +100,8 @@ def _claims(path: Path) -> pd.DataFrame:
 def _figure(path: Path) -> dict[str, str]:
     title = re.sub(r"(?<=Figure)(?=\d)", " ", path.stem.replace("_", " ").capitalize())
     caption = path.with_suffix(".txt").read_text(encoding="utf-8").strip()
-    return {"name": path.stem, "title": title, "caption": caption, "data": base64.b64encode(path.read_bytes()).decode("ascii")}
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return {"name": path.stem, "title": title, "caption": caption, "data": data}
 
 
 def _table(path: Path) -> dict:
@@ -114,7 +118,8 @@ def _provenance(path: Path) -> dict:
     record = json.loads(path.read_text(encoding="utf-8"))
     made = [{"machine": entry["machine"], "python": entry["python"], **entry["packages"]} for entry in record.values()]
     versions = {item: Counter(entry.get(item) for entry in made) for item in made[0]}
-    return {"versions": versions, "rows": [[name, *map(entry.get, ("git", "date", "seconds"))] for name, entry in sorted(record.items())]}
+    rows = [[name, *map(entry.get, ("git", "date", "seconds"))] for name, entry in sorted(record.items())]
+    return {"versions": versions, "rows": rows}
 
 
 def _executed(profile: str) -> list[Path]:
@@ -133,7 +138,7 @@ def _executed(profile: str) -> list[Path]:
 
 
 class _Renderer(IPythonRenderer):
-    """Markdown of a cell: text escaped, formulas as MathML, headings below the page's own, only links that work here."""
+    """Markdown of a cell: text escaped, formulas as MathML, headings below the page's own, links that work here."""
 
     def heading(self, text: str, level: int, **attrs) -> str:
         return f"<h{min(level + 3, 6)}>{text}</h{min(level + 3, 6)}>\n"
@@ -165,13 +170,18 @@ def _formula(tex: str, display: str) -> str:
 #: For HTML that cells made: tables and coloured text stay, whatever could run or load something goes.
 _CLEANER = SanitizeHTML(
     tags="b br caption code div em i li ol p pre small span strong sub sup table tbody td tfoot th thead tr ul".split(),
-    attributes=lambda tag, name, value: name in ("class", "colspan", "rowspan", "style") and not re.search(r"(?i)url|\\", value),
+    attributes=lambda tag, name, value: (
+        name in ("class", "colspan", "rowspan", "style") and not re.search(r"(?i)url|\\", value)
+    ),
     styles="background border-radius color font-family font-weight margin-right padding text-align".split(),
     strip=True,
 )
 _MARKDOWN = MarkdownWithMath(_Renderer(escape=True, allow_harmful_protocols=False))
 _EXPORTER = HTMLExporter(
-    template_name="basic", filters={"markdown2html": _MARKDOWN.render}, exclude_input_prompt=True, exclude_output_prompt=True
+    template_name="basic",
+    filters={"markdown2html": _MARKDOWN.render},
+    exclude_input_prompt=True,
+    exclude_output_prompt=True,
 )
 
 
@@ -191,4 +201,5 @@ def _notebook(path: Path) -> dict:
     title = notebook.cells[0].source.split("\n")[0].removeprefix("# ")
     # Paths as seen from the checkout, without the folders of the machine.
     body = Markup(_EXPORTER.from_notebook_node(notebook)[0].replace(f"{ROOT}/", ""))
-    return {"name": path.stem, "title": title, "file": path.relative_to(ROOT), "run": RUNS in path.parents, "body": body}
+    file, run = path.relative_to(ROOT), RUNS in path.parents
+    return {"name": path.stem, "title": title, "file": file, "run": run, "body": body}

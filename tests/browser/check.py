@@ -33,7 +33,10 @@ LAB_SETTINGS = {
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False, "doNotDisturbMode": True},
 }
 #: What would otherwise come from, or end up in, the user's own set-up.
-OWN_FOLDERS = ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR", "IPYTHONDIR")
+OWN_FOLDERS = (
+    *("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"),
+    *("JUPYTERLAB_SETTINGS_DIR", "JUPYTERLAB_WORKSPACES_DIR"),
+)
 #: Seconds for server, page and kernel to start, and for a kernel to stay idle with cells left (it died).
 START, STALLED = 120.0, 30.0
 CIRCLE, SCROLLED = (f".jp-NotebookPanel .jp-{name}" for name in ("Notebook-ExecutionIndicator", "WindowedPanel-outer"))
@@ -66,11 +69,15 @@ def jupyterlab(folder: Path, home: Path) -> Iterator[str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(settings))
     # The token stands in the environment, as command lines can be read by other users.
-    environment = os.environ | {name: str(home / name) for name in OWN_FOLDERS} | {"JUPYTER_TOKEN": secrets.token_hex(16)}
+    environment = (
+        os.environ | {name: str(home / name) for name in OWN_FOLDERS} | {"JUPYTER_TOKEN": secrets.token_hex(16)}
+    )
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     options = ["--no-browser", "--ServerApp.ip=127.0.0.1", f"--ServerApp.root_dir={folder}", "--allow-root"]
     with open(home / "server.log", "w", encoding="utf-8") as log:
-        server = subprocess.Popen([sys.executable, "-m", "jupyterlab", *options], env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(
+            [sys.executable, "-m", "jupyterlab", *options], env=environment, stdout=log, stderr=log
+        )
     try:
         # The server looks for a free port itself and writes down the one it got.
         record, patience = home / f"JUPYTER_RUNTIME_DIR/jpserver-{server.pid}.json", time.monotonic() + START

@@ -1,4 +1,4 @@
-"""Kept results against new ones: verdicts of single cells, false alarms over many, the tables of a profile, the command."""
+"""Kept results against new ones: verdicts of single cells, false alarms over many, tables, the command."""
 
 import re
 import shutil

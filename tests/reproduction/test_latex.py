@@ -1,4 +1,4 @@
-"""LaTeX tables fit a page: small ones as they are, wide ones smaller, running text in lines; set by pdflatex where it is."""
+"""LaTeX tables fit a page: small ones as they are, wide ones smaller, running text in lines; pdflatex agrees."""
 
 import re
 import shutil
@@ -11,12 +11,17 @@ from dblast.reproduction.latex import escape, latex_table
 from dblast.reproduction.paths import FIGURES
 
 NUMBERS = pd.DataFrame([["+26.7 [+24.5, +28.8]"] * 9] * 3, columns=[f"gain (%): seed spread {i}" for i in range(9)])
-TEXTS = pd.DataFrame([["Sampling the category beats its argmax, <medium> | determinism (tokens)"] * 3] * 60, columns=list("abc"))
+SENTENCE = "Sampling the category beats its argmax, <medium> | determinism (tokens)"
+TEXTS = pd.DataFrame([[SENTENCE] * 3] * 60, columns=list("abc"))
 
 
 def test_running_text_is_broken_into_lines_and_other_tables_are_shrunk_if_too_wide():
     wide, text = (latex_table(display, "A caption.", "tab:any") for display in (NUMBERS, TEXTS))
-    assert r"\resizebox{\ifdim" in wide and r"\begin{table}" in wide and r"\shortstack[l]{gain (\%): seed\\spread 0}" in wide
+    assert (
+        r"\resizebox{\ifdim" in wide
+        and r"\begin{table}" in wide
+        and r"\shortstack[l]{gain (\%): seed\\spread 0}" in wide
+    )
     assert r"\begin{longtable}{>{\raggedright" in text and text.count(r"\caption") == 1 and "resizebox" not in text
     shares = re.findall(r"dimexpr ([\d.]+)\\textwidth-2\\tabcolsep", text)
     assert len(shares) == 4 and sum(map(float, shares)) == pytest.approx(1, abs=0.002)
@@ -34,7 +39,10 @@ def test_repeated_labels_of_an_outer_index_are_left_out_and_inner_ones_never():
     index = pd.MultiIndex.from_tuples([("high", "a"), ("high", "a"), ("low", "a")], names=["setting", "method"])
     lines = latex_table(pd.DataFrame({"x": [1.5, 2.0, 3.0]}, index=index), "", "tab:any").splitlines()
     body = lines[lines.index(r"\toprule") + 1 : lines.index(r"\bottomrule")]
-    assert body[0::2] == [r"setting & method & x \\", r"high & a & 1.5 \\", r"low & a & 3.0 \\"] and body[3] == r" & a & 2.0 \\"
+    assert (
+        body[0::2] == [r"setting & method & x \\", r"high & a & 1.5 \\", r"low & a & 3.0 \\"]
+        and body[3] == r" & a & 2.0 \\"
+    )
 
 
 def test_letters_that_the_old_encoding_lacks_are_commands():

@@ -24,7 +24,10 @@ def test_making_the_tables_again_changes_nothing():
 
 
 def test_a_page_without_its_markers_and_a_claim_without_korean_words_are_refused():
-    assert refreshed("a\n<!-- begin: x -->\nold\n<!-- end -->\nb", {"x": "| new |"}) == "a\n<!-- begin: x -->\n| new |\n<!-- end -->\nb"
+    assert (
+        refreshed("a\n<!-- begin: x -->\nold\n<!-- end -->\nb", {"x": "| new |"})
+        == "a\n<!-- begin: x -->\n| new |\n<!-- end -->\nb"
+    )
     for page in ("", "<!-- begin: x -->\nold", 2 * "<!-- begin: x -->\n<!-- end -->\n"):
         with pytest.raises(DBlastError, match="no one place for x"):
             refreshed(page, {"x": ""})

@@ -57,7 +57,9 @@ def project(tmp_path, monkeypatch):
         nbformat.v4.new_output("error", ename="E", evalue="", traceback=["\x1b[31mValueError\x1b[0m: <bad>"]),
     ]
     text = f"# 01 · First\n\nOf $\\mathbb E_{{x\\sim p}}\\frac1b$ and $\\frac{{$, {EVIL}; see [two](02_second.ipynb), "
-    text += "[data](../data/README.md), [site](https://example.org), ![picture](https://example.org/a.png) and **bold**."
+    text += (
+        "[data](../data/README.md), [site](https://example.org), ![picture](https://example.org/a.png) and **bold**."
+    )
     cells = [nbformat.v4.new_markdown_cell(text), nbformat.v4.new_code_cell("x = '<i>'", outputs=outputs)]
     make_notebook(tmp_path / "runs/smoke/01_first.ipynb", *cells)
     make_notebook(tmp_path / "notebooks/01_first.ipynb", nbformat.v4.new_markdown_cell("# Not shown"))
@@ -71,12 +73,23 @@ def test_the_page_is_self_contained_in_order_escaped_and_the_same_again(project,
     # Nothing is loaded from elsewhere, and every link leads somewhere.
     assert not re.search(r"<(script|link|iframe|object|embed|base)\b|url\(|@import|srcset|onerror=", page)
     images = re.findall("<img [^>]+>", page)
-    assert len(images) == 3 and all('src="data:image/png;base64,' in image and re.search('alt="[^"]', image) for image in images)
+    assert len(images) == 3 and all(
+        'src="data:image/png;base64,' in image and re.search('alt="[^"]', image) for image in images
+    )
     links, anchors = set(re.findall(r'href="([^"]+)"', page)), re.findall(r'\bid="([^"]+)"', page)
     assert {link for link in links if link[0] != "#"} == {"https://arxiv.org/abs/2608.05448", "https://example.org"}
     assert {link[1:] for link in links if link[0] == "#"} <= set(anchors) and len(anchors) == len(set(anchors))
     # Claims first; figures of the paper before others.
-    names = ("claims", "figures", "figure-figure2_tiny", "figure-gains", "tables", "configuration", "provenance", "notebooks")
+    names = (
+        "claims",
+        "figures",
+        "figure-figure2_tiny",
+        "figure-gains",
+        "tables",
+        "configuration",
+        "provenance",
+        "notebooks",
+    )
     assert (places := [page.index(f' id="{name}"') for name in names]) == sorted(places)
     assert page.index("What ran.") > places[5]
     assert '<span class="verdict yes">✓ reproduced</span>' in page and "+1.70 [+0.10,\u00a0+3.30]" in page
@@ -86,7 +99,10 @@ def test_the_page_is_self_contained_in_order_escaped_and_the_same_again(project,
     for words in ("0123456789ab+", "2026-01-02", "1.2", "2.9 (1)", "Linux x86_64, 2 cores (1)"):
         assert words in page[places[6] : places[7]]
     notebooks = page[places[7] :]
-    assert "runs/smoke/01_first.ipynb</code>: the copy" in notebooks and "02_second.ipynb</code>: as committed" in notebooks
+    assert (
+        "runs/smoke/01_first.ipynb</code>: the copy" in notebooks
+        and "02_second.ipynb</code>: as committed" in notebooks
+    )
     assert '<a href="#02_second">two</a>, data, <a href="https://example.org">site</a>, picture' in notebooks
     assert "<strong>bold</strong>" in notebooks and "𝔼" in notebooks and "<mfrac>" in notebooks
     assert "<code>\\frac{</code>" in notebooks and "ValueError" in notebooks
@@ -106,7 +122,10 @@ def test_a_run_is_shown_unless_the_results_are_younger_than_its_last_notebook(pr
     assert ("Of the run" in page) == shown and ("Not shown" in page) != shown
 
 
-INPUTS = ["figures/smoke/claims.csv", "figures/smoke/gains.txt", "figures/smoke/tables/table8.md", "data/results/smoke/provenance.json"]
+INPUTS = [
+    *("figures/smoke/claims.csv", "figures/smoke/gains.txt", "figures/smoke/tables/table8.md"),
+    "data/results/smoke/provenance.json",
+]
 
 
 @pytest.mark.parametrize("pattern", [*INPUTS, "figures/smoke/*.png", "figures/smoke/tables/*.md", "*/**/*.ipynb"])
