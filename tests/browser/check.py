@@ -105,7 +105,10 @@ def run_all(page, address: str, path: Path, minutes: float) -> str | None:
     while time.monotonic() - began < 60 * minutes:
         page.wait_for_timeout(2000)
         page.keyboard.press("ControlOrMeta+s")
-        finished, total, error = progress_of(path)
+        try:
+            finished, total, error = progress_of(path)
+        except nbformat.reader.NotJSONError:
+            continue  # it is being saved
         if error or finished == total:
             return error
         if finished != seen or page.locator(CIRCLE).get_attribute("data-status") != "idle":
