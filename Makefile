@@ -43,7 +43,7 @@ lab: fetch
 	$(BIN)/jupyter lab notebooks
 
 notebooks: fetch
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
+	DBLAST_REGENERATE=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
 	$(BIN)/python -m dblast readme
 
 report: $(READY)

@@ -67,6 +67,7 @@ def cache_folder(tmp_path_factory, monkeypatch):
     """No test reads or fills the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DBLAST_CACHE", str(folder))
+    monkeypatch.delenv("DBLAST_REGENERATE", raising=False)
     return folder
 
 

@@ -18,6 +18,17 @@ FIGURES = OUTPUT / "figures"
 RUNS = OUTPUT / "runs"
 RESULTS = OUTPUT / "data" / "results"
 
+#: Environment variable that asks for the kept figures and tables to be written anew; batch runs set it.
+REGENERATE = "DBLAST_REGENERATE"
+
+
+def figures_folder(profile: str) -> Path:
+    """Where a profile's figures and tables are written: ``figures/<profile>`` by a batch run.
+
+    A notebook that is only opened or tested leaves those as they are and writes to ``runs/figures/<profile>``.
+    """
+    return (FIGURES if os.environ.get(REGENERATE) else RUNS / "figures") / profile
+
 
 def use_empty_cache(folder: Path) -> None:
     """Make ``folder`` an empty cache, for this process and those it starts; fetched targets are shared with the usual one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from dblast.errors import DBlastError
-from dblast.reproduction.paths import FIGURES, NOTEBOOKS, OUTPUT, RESULTS, RUNS, use_empty_cache
+from dblast.reproduction.paths import FIGURES, NOTEBOOKS, OUTPUT, REGENERATE, RESULTS, RUNS, use_empty_cache
 from dblast.reproduction.profiles import Profile, get_profile
 from dblast.reproduction.progress import relay
 from dblast.targets import fetch_smollm2
@@ -86,6 +87,8 @@ def reproduce(
     typer.echo("Stages already in the cache are reused; a killed run goes on where it stopped.")
     if fresh:
         use_empty_cache(RUNS / profile.name / "cache")
+    # For the kernels, which inherit it.
+    os.environ[REGENERATE] = "1"
     run = RUNS / profile.name
     run.mkdir(parents=True, exist_ok=True)
     start = time.time()

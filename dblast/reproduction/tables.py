@@ -26,7 +26,7 @@ from dblast.reproduction.estimates import (
 )
 from dblast.reproduction.latex import latex_table
 from dblast.reproduction.paper_shapes import parameters_at_paper_scale
-from dblast.reproduction.paths import FIGURES, PAPER
+from dblast.reproduction.paths import PAPER, figures_folder
 
 #: Pre-training objectives in words.
 OBJECTIVE_NAMES = {"CE": "decayed cross-entropy", "KD": "distillation"}
@@ -45,8 +45,8 @@ class Table:
     display: pd.DataFrame
 
     def save(self, profile: str) -> list[Path]:
-        """Write ``figures/<profile>/tables/<name>.{csv,md,tex}``; returns the paths."""
-        folder = FIGURES / profile / "tables"
+        """Write ``tables/<name>.{csv,md,tex}`` under :func:`~dblast.reproduction.paths.figures_folder`; returns the paths."""
+        folder = figures_folder(profile) / "tables"
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{self.name}.{suffix}" for suffix in ("csv", "md", "tex")]
         self.rows.round(6).to_csv(paths[0], index=False)

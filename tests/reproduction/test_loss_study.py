@@ -60,7 +60,7 @@ def test_gains_are_paired_and_carry_the_noise_of_seeds():
 
 
 def test_the_table_shows_every_loss_at_both_k_and_no_gain_of_nll_over_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("dblast.reproduction.tables.FIGURES", tmp_path)
+    monkeypatch.setattr("dblast.reproduction.paths.RUNS", tmp_path)
     scores, _ = loss_scores()
     table = loss_table(scores, "toy")
     assert [loss for k, loss in table.display.index if k == 4] == ["NLL", "AL", "TRUNC", "KD"]
