@@ -34,10 +34,7 @@ reproduce: fetch
 	$(BIN)/python -m dblast reproduce --profile $(PROFILE)
 
 test: fetch
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-current-env notebooks
-	$(BIN)/python -m dblast reproduce --profile smoke --fresh
-	$(BIN)/python -m pytest tests/after_smoke
+	$(BIN)/python -m tests.run_all
 
 lab: fetch
 	$(BIN)/jupyter lab notebooks
