@@ -21,6 +21,7 @@ from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
 from dblast.reproduction.paper_shapes import parameters_at_paper_scale
 from tests.checks import one_line
+from tests.helpers import assert_greedy, assert_same_computation, move_in_memory, target_logits
 
 VOCABULARY_SIZE = 40
 MASK = 3
@@ -299,7 +300,7 @@ def test_padding_beyond_the_real_context_is_never_seen(llama, make_drafter):
     before = outputs(drafter, **inputs)
     inputs["features"][1, inputs["context_lengths"][1] :] = 100.0
     for old, new in zip(before, outputs(drafter, **inputs), strict=True):
-        assert torch.equal(old, new)
+        assert_same_computation(new, old)
 
 
 def test_a_block_without_context_is_finite(llama, make_drafter):
@@ -327,7 +328,7 @@ def test_a_block_does_not_see_another_blocks_anchor(llama, make_drafter):
     inputs["anchor_tokens"][0, 1] = 4 + (inputs["anchor_tokens"][0, 1] + 1) % 30
     after = outputs(drafter, **inputs)
     for old, new in zip(before, after, strict=True):
-        assert torch.equal(old[[0, 2]], new[[0, 2]])
+        assert_same_computation(new[[0, 2]], old[[0, 2]])
         assert not torch.allclose(old[1], new[1])
 
 
@@ -517,7 +518,7 @@ def test_q_agrees_with_a_naive_product(request, make_drafter, target_name):
     log_q = F.log_softmax(naive, -1)
     expected = torch.stack([log_q[n, :, range(3), tokens[n]] for n in range(5)])
     torch.testing.assert_close(drafter.log_q(hidden, tokens), expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(drafter.greedy_tokens(hidden), naive.argmax(-1))
+    assert_greedy(drafter.greedy_tokens(hidden), naive)
 
 
 def test_draft_vocabulary_gives_other_tokens_no_probability(llama, make_drafter):
@@ -547,16 +548,16 @@ def test_draft_vocabulary_proposes_target_ids(llama, make_drafter):
     full = torch.einsum("nkbh,vh->nkbv", hidden, llama.model.get_output_embeddings().weight)
     outside = torch.ones(VOCABULARY_SIZE, dtype=torch.bool)
     outside[drafter.draft_token_ids] = False
-    assert torch.equal(drafter.greedy_tokens(hidden), full.masked_fill(outside, float("-inf")).argmax(-1))
+    assert_greedy(drafter.greedy_tokens(hidden), full.masked_fill(outside, float("-inf")))
 
 
 @pytest.mark.parametrize("limit", [1, 100, 2**22])
 def test_greedy_tokens_in_parts_are_the_same(llama, make_drafter, monkeypatch, limit):
     drafter, hidden = make_drafter(llama, num_categories=3), random_branches()
-    expected = drafter.logits(hidden).argmax(-1)
+    logits = drafter.logits(hidden)
     monkeypatch.setattr("dblast.drafter.GREEDY_LOGITS", limit)
-    assert expected.unique().numel() > 5
-    assert torch.equal(drafter.greedy_tokens(hidden), expected)
+    assert logits.argmax(-1).unique().numel() > 5
+    assert_greedy(drafter.greedy_tokens(hidden), logits)
 
 
 def test_most_likely_is_the_first_of_equals():
@@ -645,7 +646,7 @@ def test_training_leaves_the_targets_tables_alone(llama, make_drafter):
 @pytest.mark.parametrize("num_categories", [0, 1, 4])
 @pytest.mark.parametrize("settings", [{}, {"draft_vocab_size": 13}], ids=["whole", "draft-vocabulary"])
 @pytest.mark.parametrize("target_name", ["llama", "qwen3"])
-def test_save_and_load_give_identical_outputs(request, make_drafter, tmp_path, target_name, settings, num_categories):
+def test_save_and_load_give_the_same_outputs(request, make_drafter, tmp_path, target_name, settings, num_categories):
     target = request.getfixturevalue(target_name)
     drafter = make_drafter(target, num_categories=num_categories, **settings)
     drafter.save_pretrained(tmp_path)
@@ -653,9 +654,27 @@ def test_save_and_load_give_identical_outputs(request, make_drafter, tmp_path, t
     assert not info["missing_keys"] and not info["unexpected_keys"]
     loaded.eval().attach(target.model)
     for saved, read in zip(outputs(drafter, **blocks()), outputs(loaded, **blocks()), strict=True):
-        assert torch.equal(saved, read)
+        assert_same_computation(read, saved)
     hidden = random_branches(max(1, num_categories))
-    assert torch.equal(drafter.greedy_tokens(hidden), loaded.greedy_tokens(hidden))
+    assert_greedy(loaded.greedy_tokens(hidden), target_logits(drafter, hidden))
+
+
+def test_save_and_load_keep_every_bit_of_the_weights_wherever_they_lie_in_memory(llama, make_drafter, tmp_path):
+    drafter = make_drafter(llama, num_categories=4, draft_vocab_size=13)
+    expected = outputs(drafter, **blocks())
+    weights = {name: value.clone() for name, value in drafter.state_dict().items()}
+    for place in ("once", "twice"):
+        move_in_memory(drafter)
+        # A whole vector register is at least 16 bytes.
+        assert all(weight.data_ptr() % 16 for weight in drafter.parameters())
+        for actual, wanted in zip(outputs(drafter, **blocks()), expected, strict=True):
+            assert_same_computation(actual, wanted)
+        drafter.save_pretrained(tmp_path / place)
+        drafter = DBlastDrafter.from_pretrained(tmp_path / place).eval().attach(llama.model)
+    for name, value in weights.items():
+        assert torch.equal(drafter.state_dict()[name], value), name
+    for actual, wanted in zip(outputs(drafter, **blocks()), expected, strict=True):
+        assert_same_computation(actual, wanted)
 
 
 def test_saved_file_holds_neither_embedding_nor_head(llama, make_drafter, tmp_path):
