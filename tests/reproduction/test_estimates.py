@@ -232,7 +232,10 @@ def test_few_seeds_widen_the_interval_by_students_quantile():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
 def test_intervals_from_three_seeds_cover_what_they_promise(share):
-    """Errors of which a share is the seeds': 92 to 95 % of the intervals hold zero; with 1.96 it would be down to 85 %."""
+    """Errors of which a share is the seeds': 92 to 95 % of the intervals hold zero; with 1.96 it would be down to 85 %.
+
+    One standard error of these shares, of 4000 intervals each, is 0.3 to 0.6 points: the limits are over four away.
+    """
     rng = np.random.default_rng(int(10 * share))
     prompts = rng.normal(size=(4000, 60)) * np.sqrt((1 - share) * 60)
     seeds = rng.normal(size=(4000, 3)) * np.sqrt(share * 3)
@@ -242,8 +245,8 @@ def test_intervals_from_three_seeds_cover_what_they_promise(share):
         error, freedom = joint_error((p, 59), (s, 2))
         covered += abs(value) < half_width(error, freedom)
         normal += abs(value) < 1.96 * error
-    assert 0.91 < covered / 4000 < 0.97
-    assert share < 0.9 or normal / 4000 < 0.89
+    assert 0.90 < covered / 4000 < 0.97
+    assert share < 0.9 or normal / 4000 < 0.88
 
 
 def test_seed_noise_wants_the_same_seeds_and_common_seeds_finds_them():
@@ -391,7 +394,8 @@ def test_bootstrap_intervals_agree_with_the_delta_method_on_many_prompts_and_pai
     passes = rng.uniform(10, 35, 300)
     base, ours = scores(passes), scores(passes * rng.uniform(0.85, 0.95, 300))
     for macro in (False, True):
-        found, exact = bootstrap_gain(ours, base, macro=macro), gain(ours, base, macro)
+        # One standard error of an end is 0.06 of the gain's at 2000 replicates, 0.03 at 8000.
+        found, exact = bootstrap_gain(ours, base, macro=macro, replicates=8000), gain(ours, base, macro)
         assert np.allclose(found.interval, exact.interval, atol=0.1 * 1.96 * exact.standard_error)
         assert found.n == 300 and found.seeds == 1
     # Without pairing, the prompts' own differences would make it several times as wide.

@@ -16,6 +16,7 @@ from dblast.errors import DBlastError
 from dblast.drafter import add_categories, load_dflash
 from dblast.training import frequent_tokens, new_drafter, start_from_target, tap_scales
 from tests.checks import one_line
+from tests.helpers import assert_close, assert_same_computation
 
 MASK, HEADS = 3, ("expander.", "prior.")
 
@@ -142,7 +143,7 @@ def test_positions_without_a_size_do_not_count(make_trajectory):
     features = torch.zeros_like(trajectory.features)
     features[-2:] = 3.0
     scales = tap_scales([replace(trajectory, features=features)], taps=2)
-    assert scales.tolist() == [3.0, 3.0]
+    assert_close(scales, [3.0, 3.0])
     features[:, 4:] = 0.0
     with pytest.raises(DBlastError, match="no usable size"):
         tap_scales([replace(trajectory, features=features)], taps=2)
@@ -184,7 +185,8 @@ def test_adding_categories_leaves_the_backbone_untouched(llama, make_drafter):
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.zero_()
-    assert torch.equal(before, outputs(backbone)) and backbone.config.num_categories == 0
+    assert_same_computation(outputs(backbone), before)
+    assert backbone.config.num_categories == 0
 
 
 def test_seeds_differ_only_in_the_heads(llama, make_drafter):

@@ -228,6 +228,14 @@ def test_one_hand_made_block_for_every_cause(tokens, p, accepted, loss):
         assert_close(split[cause][0], expected[cause])
 
 
+def test_blocks_of_a_batch_are_split_each_by_itself():
+    cases = [lettered(*parameters.values[:2]) for parameters in BY_CAUSE]
+    together = rejection_split(**{name: torch.cat([case[name] for case in cases]) for name in cases[0]})
+    for row, case in enumerate(cases):
+        for name, value in rejection_split(**case).items():
+            assert_close(together[name][row], value[0])
+
+
 def test_branch_that_the_prefix_contradicts_is_not_underweighted():
     """Slot 3 of "abe": a rule that asks all branches for the token, not the agreeing ones, names another cause."""
     case = lettered("abe", [0.25, 0.5, 0.5])
