@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
 
-.PHONY: help setup fetch reproduce test lab notebooks benchmark check-results report browser-check clean
+.PHONY: help setup fetch reproduce test test-machines lab notebooks benchmark check-results report browser-check clean
 
 help:
 	@echo "make reproduce [PROFILE=cpu]        run its notebooks, regenerate its figures and tables (cpu, smoke, losses, sweeps)"
 	@echo "make test                           pytest, nbval over the notebooks, smoke reproduction"
+	@echo "make test-machines [TESTS=...]      tests that compute, rounded as on other processors, in random order"
 	@echo "make lab                            JupyterLab on the notebooks"
 	@echo "make benchmark                      time of a speculative step against a bare target pass"
 	@echo "make check-results [FRESH=1]        rerun a profile beside its kept results, say what moved beyond errors"
@@ -35,6 +36,9 @@ reproduce: fetch
 
 test: fetch
 	$(BIN)/python -m tests.run_all
+
+test-machines: $(READY)
+	$(BIN)/python -m tests.machines $(TESTS)
 
 lab: fetch
 	$(BIN)/jupyter lab notebooks

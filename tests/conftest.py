@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 
 # Read when huggingface_hub is imported: no test may reach for the network.
@@ -28,7 +29,7 @@ from dblast.trajectories import Trajectory
 VOCABULARY_SIZE, EOS_TOKEN_ID, MASK_TOKEN_ID = 40, 2, 3
 
 # The models here are tiny: more threads only wait for each other, and very long where another process runs.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("DBLAST_TEST_THREADS", "1")))
 
 SHAPE = dict(
     vocab_size=VOCABULARY_SIZE,
@@ -44,6 +45,21 @@ SHAPE = dict(
     # Large weights: at the default size every random model predicts nearly the same token everywhere.
     initializer_range=0.15,
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shuffle the files and the tests of each file where a seed is given, so that no test leans on an earlier one."""
+    if seed := os.environ.get("DBLAST_TEST_ORDER_SEED"):
+        chooser = random.Random(int(seed))
+        files = {}
+        for item in items:
+            files.setdefault(item.path, []).append(item)
+        # File by file: fixtures of a module are made once.
+        order = list(files)
+        chooser.shuffle(order)
+        for path in order:
+            chooser.shuffle(files[path])
+        items[:] = [item for path in order for item in files[path]]
 
 
 def seeded(seed: int, build: Callable):

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import norm, t
 from torch import Tensor
 
 #: A toy target: the distribution over the next token after every prefix shorter than its depth.
@@ -59,8 +60,15 @@ def target_logits(drafter, hidden: Tensor) -> Tensor:
 ERRORS = 4.5
 
 
-def assert_within_errors(estimate, expected, standard_error, errors: float = ERRORS) -> None:
-    """Every estimate lies within so many standard errors of what is expected; a standard error of 0 wants equality."""
+def assert_within_errors(estimate, expected, standard_error, errors: float = ERRORS, units: int | None = None) -> None:
+    """Every estimate lies within so many standard errors of what is expected; a standard error of 0 wants equality.
+
+    Args:
+        units: prompts, or whatever the standard error was estimated from, where they are few: by Student's law more
+            errors are then allowed, with the same chance of a false alarm.
+    """
+    if units is not None:
+        errors = t.isf(norm.sf(errors), units - 1)
     estimate, expected, standard_error = (
         torch.as_tensor(x, dtype=torch.float64).detach() for x in (estimate, expected, standard_error)
     )
