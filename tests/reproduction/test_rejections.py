@@ -461,8 +461,8 @@ def test_tokens_outside_the_draft_vocabulary_are_unknown(few_tokens, make_trajec
 def test_more_candidates_move_losses_from_unknown_to_not_offered(few_tokens, trajectories):
     few, more = (score_rejections(few_tokens(2), trajectories, 1.0, k=k) for k in (1, 4))
     fixed = ["reached", "accepted", "underweighted", "other_branch"]
-    assert_close(few[fixed].values.tolist(), more[fixed].values.tolist())
-    assert (more.unknown <= few.unknown + 1e-6).all() and more.unknown.sum() < few.unknown.sum()
+    assert_close(few[fixed].values.tolist(), more[fixed].values.tolist(), 1e-4)
+    assert (more.unknown <= few.unknown + 1e-4).all() and more.unknown.sum() < few.unknown.sum()
 
 
 def test_category_temperature_has_no_effect_at_one_branch(few_tokens, trajectories):
