@@ -29,7 +29,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6}
 
 
 def assert_same_computation(actual: Tensor, expected: Tensor) -> None:
-    """The same numbers, computed twice: equal up to the rounding of their type; numbers that are not floating are equal.
+    """The same numbers, computed twice: equal up to the rounding of their type; integers and truth values are equal.
 
     Equal bits would test the machine: the order of a sum, and so its last bits, depends on shapes, on the number of
     threads, on the processor, and on where in memory the numbers begin, which differs between weights made in memory
@@ -40,7 +40,7 @@ def assert_same_computation(actual: Tensor, expected: Tensor) -> None:
 
 
 def assert_greedy(tokens: Tensor, logits: Tensor) -> None:
-    """The tokens are likeliest, (...) of (..., V); either of two whose logits rounding cannot tell apart may be chosen."""
+    """The tokens are likeliest, (...) of (..., V); either of two that rounding cannot tell apart may be chosen."""
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     assert_close(chosen, logits.amax(-1), 1e-5)
 
@@ -85,7 +85,7 @@ def frequency_error(probability, draws: int):
 
 
 def move_in_memory(module: torch.nn.Module) -> None:
-    """Put the weights, unchanged, one number behind an aligned address, where kernels that like alignment go another way."""
+    """Put the weights, unchanged, one number behind an aligned address, where some kernels add in another order."""
     for tensor in (*module.parameters(), *module.buffers()):
         storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
         tensor.data = storage[1:].view(tensor.shape).copy_(tensor.data)

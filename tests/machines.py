@@ -72,8 +72,8 @@ def run_tests(tests: list[str], condition: dict[str, str], seed: int) -> dict:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tests", nargs="*", help="files or names of tests (default: those that compute much in little time)")
-    parser.add_argument("--seed", type=int, help="of hashes and of the order of tests (default: another one every time)")
+    parser.add_argument("tests", nargs="*", help="files or names (default: tests that compute much in little time)")
+    parser.add_argument("--seed", type=int, help="of hashes and of the order of tests (default: a new one)")
     parser.add_argument("--only", help="conditions whose name contains this")
     arguments = parser.parse_args()
     # Python takes hash seeds up to 2^32 - 1.

@@ -147,7 +147,8 @@ def test_extreme_logits_stay_finite():
     assert log_q[index >= 0].isfinite().all() and gradient.isfinite().all()
     # One rounding of such a logit is worth a hundredth in float32: values are compared in float64.
     hidden, head, index, grad = inputs(width=CANDIDATES, dtype=torch.float64)
-    agree(chunked_log_q, (hidden.detach() * 1e4).requires_grad_(), head, index, grad, tolerance=1e-8, tokens_per_chunk=3)
+    hidden = (hidden.detach() * 1e4).requires_grad_()
+    agree(chunked_log_q, hidden, head, index, grad, tolerance=1e-8, tokens_per_chunk=3)
 
 
 def test_state_that_is_not_a_number_shows_in_the_value_and_the_gradient():

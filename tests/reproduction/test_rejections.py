@@ -287,7 +287,7 @@ def plain_marginal(drafter, target, hidden, log_prior):
 
 
 def assert_likeliest(candidates, marginal):
-    """Distinct tokens with the largest probabilities, largest first; the order of two that rounding cannot tell apart is free."""
+    """Distinct tokens with the largest probabilities, largest first, up to ties within rounding."""
     assert all(len(set(row)) == len(row) for row in candidates.flatten(0, 1).tolist())
     assert_close(marginal.gather(-1, candidates), marginal.topk(candidates.shape[-1]).values)
 
