@@ -228,14 +228,6 @@ def test_one_hand_made_block_for_every_cause(tokens, p, accepted, loss):
         assert_close(split[cause][0], expected[cause])
 
 
-def test_blocks_of_a_batch_are_split_each_by_itself():
-    cases = [lettered(*parameters.values[:2]) for parameters in BY_CAUSE]
-    together = rejection_split(**{name: torch.cat([case[name] for case in cases]) for name in cases[0]})
-    for row, case in enumerate(cases):
-        for name, value in rejection_split(**case).items():
-            assert_close(together[name][row], value[0])
-
-
 def test_branch_that_the_prefix_contradicts_is_not_underweighted():
     """Slot 3 of "abe": a rule that asks all branches for the token, not the agreeing ones, names another cause."""
     case = lettered("abe", [0.25, 0.5, 0.5])
@@ -307,14 +299,6 @@ def test_candidates_are_the_likeliest_of_the_plain_mixture(qwen3, make_drafter, 
     assert_likeliest(actual, plain_marginal(drafter, qwen3, hidden, log_prior))
     if draft_vocab_size:
         assert set(actual.flatten().tolist()) <= set(drafter.draft_token_ids.tolist())
-
-
-def test_candidates_follow_the_prior(llama, make_drafter):
-    drafter = make_drafter(llama, num_categories=3)
-    hidden, _ = random_hidden(drafter)
-    for z in range(3):
-        certain = category_log_prior(torch.nn.functional.one_hot(torch.tensor(z), 3).float(), 0).expand(len(hidden), -1)
-        assert_greedy(branches_and_candidates(drafter, hidden, certain, 1)[1][..., 0], drafter.logits(hidden)[:, z])
 
 
 def test_averaging_logits_instead_of_probabilities_differs(llama, make_drafter):
