@@ -258,7 +258,7 @@ def test_seed_noise_wants_the_same_seeds_and_common_seeds_finds_them():
     assert [set(rows.seed) for rows in shared] == [{0}, {0}]
     estimate = with_seed_noise(difference, *shared)
     assert estimate.seeds == 1 and estimate.value == pytest.approx(1 - 40 / 18 + 1)
-    with pytest.raises(DBlastError, match="no training seed in common"):
+    with pytest.raises(DBlastError, match="no fine-tuning seed in common"):
         common_seeds(three, scores([18.0] * 4, seed=7))
     with pytest.raises(DBlastError, match="no scores"):
         common_seeds(three, one[:0])
