@@ -121,8 +121,7 @@ def make_drafter() -> Callable[..., DBlastDrafter]:
 
     def build(target: Target, *, num_categories: int = 2, seed: int = 3, random_heads: bool = True, **settings):
         settings = dict(num_layers=2, block_length=3, mask_token_id=MASK_TOKEN_ID) | settings
-        config = DBlastConfig.for_target(target.model.config, num_categories=max(1, num_categories), **settings)
-        config.num_categories = num_categories
+        config = DBlastConfig.for_target(target.model.config, num_categories=num_categories, **settings)
         config.initializer_range = 0.15
         drafter = seeded(seed, lambda: DBlastDrafter(config)).eval()
         heads = [drafter.expander, drafter.prior] if num_categories else []

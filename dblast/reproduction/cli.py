@@ -6,7 +6,6 @@ Commands import what they need and check their input first: torch and transforme
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -126,7 +125,13 @@ def train(
     plan = replace(plan, variants=(variant,), seeds=(seed,))
     plan.check()
 
-    from dblast.reproduction.experiments import check_target, prepare_pretrained, prepare_trajectories, prepare_variant
+    from dblast.reproduction.experiments import (
+        check_target,
+        export_drafter,
+        prepare_pretrained,
+        prepare_trajectories,
+        prepare_variant,
+    )
 
     check_target(plan)
     for setting in plan.data.settings:
@@ -135,8 +140,7 @@ def train(
     folder = prepare_variant(plan, variant, seed)
     _show_scores(plan)
     if output is not None:
-        shutil.copytree(folder, output, ignore=shutil.ignore_patterns("run", "stage.json"))
-        typer.echo(f"drafter copied to {output}")
+        typer.echo(f"drafter written to {export_drafter(plan, variant, seed, output)}")
     else:
         typer.echo(f"drafter in {folder}")
 

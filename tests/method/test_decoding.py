@@ -23,7 +23,6 @@ from dblast.reproduction.demo import default_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.decoding import Generated, Step, custom_generate, generate, target_support
-from dblast.drafter import add_categories
 from dblast.verifier import Proposal, soft_proposal
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
@@ -132,10 +131,6 @@ def test_same_seed_same_tokens_whatever_the_global_state(llama, make_drafter, mo
 def test_bfloat16_models_decode(llama, make_drafter):
     model = copy.deepcopy(llama.model).to(torch.bfloat16)
     drafter = make_drafter(llama).to(torch.bfloat16)
-    with pytest.raises(DBlastError) as error:
-        generate(model, drafter, PROMPTS)
-    one_line(error, "attach")
-    drafter.attach(model)
     result = generate(model, drafter, PROMPTS, SETTINGS, max_new_tokens=9, eos_token_ids=(), generator=generator(0))
     assert [len(tokens) for tokens in result.tokens] == [9, 9, 9]
 
@@ -617,7 +612,7 @@ def test_without_a_trained_drafter_the_shipped_one_decodes(monkeypatch, tmp_path
 
 def test_a_plain_dflash_drafter_decodes_as_one_branch(llama, make_drafter):
     plain = make_drafter(llama, num_categories=0)
-    heads = add_categories(plain, 1, seed=0)
+    heads = plain.with_categories(1, seed=0)
     torch.nn.init.zeros_(heads.expander.weight)
     by_plain, by_heads = (
         generate(llama, drafter, PROMPTS, SETTINGS, max_new_tokens=12, generator=generator(3)) for drafter in (plain, heads)

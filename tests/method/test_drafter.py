@@ -100,7 +100,7 @@ def test_unusable_configuration_is_refused_by_check_and_by_the_model(settings, w
     "settings, words",
     [
         ({"block_length": 0}, ["block length b", "0"]),
-        ({"num_categories": 0}, ["categories K", "0"]),
+        ({"num_categories": -1}, ["(K) must not be negative", "-1"]),
         ({"mask_token_id": None}, ["mask_token_id", "not set"]),
         ({"mask_token_id": VOCABULARY_SIZE}, ["mask_token_id 40"]),
         ({"target_layer_ids": [7]}, ["[7]", "4 layers"]),
@@ -160,8 +160,10 @@ def test_configuration_survives_json(tmp_path):
 
 
 def test_rope_base_is_read_from_either_spelling():
-    new = DBlastConfig.from_dict({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
-    old = DBlastConfig.from_dict({"rope_theta": 1e6, "rope_scaling": None})
+    stored = DBlastConfig(dflash_config={"mask_token_id": MASK}).to_dict()
+    del stored["rope_theta"]
+    new = DBlastConfig.from_dict(stored | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    old = DBlastConfig.from_dict(stored | {"rope_theta": 1e6, "rope_scaling": None})
     assert new.rope_theta == old.rope_theta == 1e6
     assert DBlastConfig.from_dict(json.loads(new.to_json_string())).rope_theta == 1e6
 
@@ -335,9 +337,9 @@ def test_a_block_does_not_see_another_blocks_anchor(llama, make_drafter):
 def test_no_gradient_reaches_another_blocks_anchor_embedding(llama, make_drafter):
     drafter, inputs = make_drafter(llama), blocks(batch=1, anchors=3)
     inputs["anchor_tokens"][0] = torch.tensor([10, 11, 12])
-    drafter._borrowed["embedding"] = drafter._borrowed["embedding"].clone().requires_grad_(True)
+    drafter.target_embedding = drafter.target_embedding.clone().requires_grad_(True)
     out = drafter(**inputs)
-    (gradient,) = torch.autograd.grad(drafter.logits(out.branch_hidden[1]).sum(), drafter._borrowed["embedding"])
+    (gradient,) = torch.autograd.grad(drafter.logits(out.branch_hidden[1]).sum(), drafter.target_embedding)
     assert gradient[11].any() and gradient[MASK].any()
     assert not gradient[10].any() and not gradient[12].any()
 

@@ -9,7 +9,6 @@ import torch
 
 from dblast.reproduction.branch_health import branch_health, drafter_health
 from dblast.errors import DBlastError
-from dblast.drafter import add_categories
 
 
 def test_equal_branches_that_are_used_equally():
@@ -78,7 +77,7 @@ def test_a_drafters_health_is_that_of_its_blocks(llama, make_drafter, make_traje
 
 
 def test_fresh_heads_start_alike(llama, make_drafter, make_trajectory):
-    drafter = add_categories(make_drafter(llama, num_categories=0), 4, seed=0)
+    drafter = make_drafter(llama, num_categories=0).with_categories(4, seed=0)
     width = len(drafter.config.target_layer_ids) * drafter.config.hidden_size
     health = drafter_health(drafter, [make_trajectory(width=width)])
     assert health["effective_branches"] == pytest.approx(4)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,10 @@ from dblast.reproduction import names
 from dblast.reproduction import demo
 from dblast import losses
 from dblast.reproduction import objectives
-from dblast.drafter import write_checkpoint
 from dblast.reproduction.cli import app
 from dblast.errors import ArtefactError, DBlastError
 from dblast.reproduction.paths import ROOT
+from tests.reproduction.test_initialise import write_dflash
 
 #: Runs the command line like ``python -m dblast`` and says on stdout which of the modules named first it imported.
 _PROBE = """
@@ -144,10 +145,28 @@ def test_a_drafter_whose_weights_do_not_fit_its_configuration_gets_one_line(llam
 
 
 def test_a_drafter_with_a_manifest_is_compared_with_it(llama, make_drafter, tmp_path):
-    folder = write_checkpoint(make_drafter(llama, num_categories=0), {}, tmp_path / "made")
+    folder = make_drafter(llama, num_categories=0).save(tmp_path / "made")
     demo.load_drafter(folder, llama)
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     with pytest.raises(ArtefactError, match="model.safetensors is missing or damaged"):
         demo.load_drafter(folder, llama)
+
+
+def test_a_published_dflash_folder_decodes_from_the_command_line(qwen3, make_drafter, tmp_path):
+    qwen3.model.save_pretrained(tmp_path / "target")
+    qwen3.tokenizer.save_pretrained(tmp_path / "target")
+    write_dflash(tmp_path / "dflash", make_drafter(qwen3, num_categories=0))
+    arguments = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "dflash"), "--max-new-tokens", "6"]
+    done = CliRunner().invoke(app, ["generate", "--prompt", "w5 w6", *arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "accepted length" in done.output
+
+
+def test_the_target_answers_as_its_drafter_was_trained(llama, make_drafter, tmp_path):
+    drafter = make_drafter(llama)
+    drafter.config.chat_options = {"enable_thinking": True}
+    target = replace(llama, chat_options=dict(llama.chat_options))
+    demo.load_drafter(drafter.save(tmp_path / "made"), target)
+    assert target.chat_options == {"enable_thinking": True}
