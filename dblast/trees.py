@@ -24,6 +24,8 @@ from torch import Tensor
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
 
+#: Nodes of a draft tree, if nobody says otherwise.
+TREE_NODES = 28
 #: Log-probabilities (anchors * K * b * V') that :func:`draft_tree` holds at once: 16 MiB in float32.
 TREE_LOGITS = 2**22
 
@@ -275,12 +277,14 @@ class TreeOutcome:
 
     Attributes:
         path: (B, d) accepted nodes, d the depth of the deepest tree; -1 after the last.
+        drafted: (B, d) their tokens; 0 after the last.
         accepted: (B,) their number.
         token: (B,) the target's own token after them.
         leaf: (B,) bool, whether the last accepted node (or the anchor) has no children: nothing was turned down.
     """
 
     path: Tensor
+    drafted: Tensor
     accepted: Tensor
     token: Tensor
     leaf: Tensor
@@ -332,4 +336,5 @@ def walk(
         path[:, step] = torch.where(alive, child, -1)
         node = torch.where(alive, child, node)
         accepted += alive
-    return TreeOutcome(path, accepted, token, tree.is_leaf(node))
+    drafted = tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, 0)
+    return TreeOutcome(path, drafted, accepted, token, tree.is_leaf(node))
