@@ -217,7 +217,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 20,
     top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 0.95,
     category_temperature: Annotated[float, typer.Option(help="Z_T; 0 takes the likeliest category.")] = 1.0,
-    mode: Annotated[str, typer.Option(help="greedy_branch, soft or independent.")] = "greedy_branch",
+    mode: Annotated[str, typer.Option(help="greedy_branch, soft, independent or tree.")] = "greedy_branch",
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
