@@ -1,16 +1,33 @@
-"""What tree decoding emits has the target's law: enumerated exactly on toys, and coupled draw by draw on real models."""
+"""What tree decoding emits has the law of the target: enumerated on toys, coupled draw by draw on real models."""
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dblast import trees
-from dblast.trees import Tree, branch_trie, heaviest_prefixes, walk
-from tests.helpers import assert_close, generator, random_branches, random_log_prior, random_position_log_q, sequence_probability
+from dblast import cache, decoding, trees
+from dblast.cache import BlockDecoder
+from dblast.decoding import custom_generate, generate
+from dblast.sampling import SamplingSettings
+from dblast.targets import tap_features
+from dblast.trees import Tree, branch_trie, draft_tree, draw_token, heaviest_prefixes, join, walk
+from tests.conftest import EOS_TOKEN_ID, VOCABULARY_SIZE
+from tests.helpers import (
+    assert_close,
+    generator,
+    random_branches,
+    random_log_prior,
+    random_position_log_q,
+    sequence_probability,
+)
+from tests.method.test_decoding import PROMPTS, Recorder, plain_greedy
+from tests.method.test_exact_law import simulated_p_value, toy  # noqa: F401
+from tests.method.test_trees import tree_of
 
 #: Target probabilities are multiples of 1 / GRID, so that GRID uniform numbers integrate a draw exactly.
 GRID = 6
@@ -152,7 +169,7 @@ def draws_again_after_a_miss(monkeypatch):
             here[row, tree.tokens[row][(tree.parent[row] == node) & tree.valid[row]]] = 0
         redrawn = here.argmax(-1)
         token = torch.where(here.sum(-1) > 0, redrawn, outcome.token)
-        return trees.TreeOutcome(outcome.path, outcome.accepted, token, outcome.leaf)
+        return replace(outcome, token=token)
 
     monkeypatch.setitem(globals(), "walk", mutant)
 
@@ -166,3 +183,303 @@ def test_mutants_break_the_joint_law(mutant, monkeypatch):
     assert max(toy.largest_error() for toy in toys) < 1e-12
     mutant(monkeypatch)
     assert max(toy.largest_error() for toy in toys) > 1e-2
+
+
+# -- real models, draw by draw ---------------------------------------------------------------------
+
+SETTINGS = [SamplingSettings(), SamplingSettings(0.7, top_k=6), SamplingSettings(1.3, top_k=20, top_p=0.9)]
+
+
+def plain_text(model, prompt, settings, uniform, eos=()):
+    """Plain decoding by prefilling the whole sequence for every token; token j is drawn with uniform number j."""
+    ids = list(prompt)
+    for number in uniform:
+        with torch.no_grad():
+            tokens, log_p = settings.support(model(torch.tensor([ids])).logits[0, -1])
+        ids.append(int(draw_token(tokens, log_p.exp(), number)))
+        if ids[-1] in eos:
+            break
+    return ids[len(prompt) :]
+
+
+class NumberedDecoder(BlockDecoder):
+    """Knows which prompt each of its rows is, and how many tokens that has emitted."""
+
+    def start(self, prompts, reserve=0):
+        super().start(prompts, reserve)
+        self.rows, self.begin = list(range(len(prompts))), list(self.lengths)
+
+    def keep(self, rows):
+        super().keep(rows)
+        self.rows = [self.rows[row] for row in rows]
+
+    def emitted(self):
+        return torch.tensor([length - self.begin[row] for row, length in zip(self.rows, self.lengths, strict=True)])
+
+
+def planted_tree(text, nodes, depth, rng):
+    """Random prefixes around the first few tokens of a text, in random order but for parents before children."""
+
+    def number(below):
+        return int(torch.randint(below, (1,), generator=rng))
+
+    inside = number(depth + 1)
+    names = {tuple(text[:size]) for size in range(1, inside + 1)}
+    while len(names) < nodes:
+        above = [u for u in [(), *sorted(names)] if len(u) < depth]
+        # Many siblings of the text: tokens near its own.
+        names.add((*above[number(len(above))], (text[0] + number(12)) % VOCABULARY_SIZE))
+    weight = {(): 1.0}
+    for u in sorted(names, key=lambda u: (len(u), u)):
+        weight[u] = weight[u[:-1]] * float(torch.rand(1, generator=rng))
+    return tree_of(sorted(names, key=lambda u: -weight[u]))
+
+
+@pytest.fixture
+def coupled(monkeypatch):
+    """generate() in trees, token j of prompt i drawn with the uniform number [i, j].
+
+    The trees are the drafter's, or with ``texts`` random ones that hold the beginning of what follows.
+    """
+
+    def run(target, drafter, prompts, settings, uniform, nodes, texts=None, **arguments):
+        decoder, depth = NumberedDecoder(getattr(target, "model", target), drafter), drafter.config.block_length
+        padded = torch.nn.functional.pad(uniform, (0, depth + 1))
+        rng = generator(nodes)
+
+        def numbered_walk(tree, tokens, p, generator):
+            columns = decoder.emitted().unsqueeze(1) + torch.arange(int(tree.depth.max()) + 1)
+            return walk(tree, tokens, p, uniform=padded[torch.tensor(decoder.rows).unsqueeze(1), columns])
+
+        def planted(drafter, output, nodes, **_):
+            places = zip(decoder.rows, decoder.emitted().tolist(), strict=True)
+            # Not all of one size: some rows end with nodes that are not valid.
+            return join([planted_tree(texts[row][done:], nodes - row, depth, rng) for row, done in places])
+
+        monkeypatch.setattr(decoding, "walk", numbered_walk)
+        monkeypatch.setattr(decoding, "draft_tree", planted if texts else draft_tree)
+        return generate(
+            target, drafter, prompts, settings, mode="tree", nodes=nodes, decoder=decoder, **arguments
+        )
+
+    return run
+
+
+def check_accounting(result, nodes):
+    for prompt, tokens, steps in zip(result.prompts, result.tokens, result.steps, strict=True):
+        assert sum(step.emitted for step in steps) == len(tokens)
+        assert [step.position for step in steps] == [
+            len(prompt) + sum(step.emitted for step in steps[:n]) for n in range(len(steps))
+        ]
+        for step in steps:
+            assert step.category == -1 and step.accepted == step.emitted - 1 <= step.drafted <= nodes
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize(("branches", "nodes"), [(0, 4), (1, 9), (3, 40)])
+@pytest.mark.parametrize("planted", [False, True], ids=["trees of the drafter", "trees around the text"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_trees_emit_what_plain_decoding_draws(request, make_drafter, coupled, name, planted, branches, nodes, settings):
+    """With the same uniform numbers token for token; rows of different lengths, budget inside trees."""
+    target, budget = request.getfixturevalue(name), 15
+    drafter = make_drafter(target, num_categories=branches)
+    uniform = torch.rand(len(PROMPTS), budget + 4, generator=generator(nodes), dtype=torch.float64)
+    texts = [plain_text(target.model, prompt, settings, row) for prompt, row in zip(PROMPTS, uniform, strict=True)]
+    arguments = dict(max_new_tokens=budget, eos_token_ids=(), texts=texts if planted else None)
+    result = coupled(target, drafter, PROMPTS, settings, uniform, nodes, **arguments)
+    check_accounting(result, nodes)
+    for text, tokens, steps in zip(texts, result.tokens, result.steps, strict=True):
+        # A last pass with room for one token drafts nothing and draws by itself.
+        sure = budget if steps[-1].emitted > 1 else budget - 1
+        assert len(tokens) == budget
+        assert tokens.tolist()[:sure] == text[:sure]
+    if planted:
+        assert {step.accepted for steps in result.steps for step in steps} >= {0, 1, 2}
+
+
+def test_trees_end_where_plain_decoding_ends(llama, make_drafter, coupled):
+    """An end token inside a tree, as a node or as the target's own; rows end at different passes."""
+    drafter, settings, eos = make_drafter(llama), SamplingSettings(1.0), (EOS_TOKEN_ID, 4, 5, 6)
+    endings = set()
+    for seed in range(4):
+        uniform = torch.rand(len(PROMPTS), 40, generator=generator(seed), dtype=torch.float64)
+        texts = [plain_text(llama.model, prompt, settings, row) for prompt, row in zip(PROMPTS, uniform, strict=True)]
+        arguments = dict(max_new_tokens=36, eos_token_ids=eos, texts=texts)
+        result = coupled(llama, drafter, PROMPTS, settings, uniform, 12, **arguments)
+        check_accounting(result, 12)
+        for text, tokens, steps in zip(texts, result.tokens, result.steps, strict=True):
+            ends = [place for place, token in enumerate(text[:36]) if token in eos]
+            assert tokens.tolist() == text[: ends[0] + 1 if ends else 36]
+            endings.add((steps[-1].ending, tokens[-1].item() in eos))
+    assert endings >= {("accepted", True), ("replacement", True)}
+
+
+def siblings_seen(self):
+    """Everything at most as deep, instead of ancestors."""
+    return (self.depth.unsqueeze(1) < self.depth.unsqueeze(2)) | torch.eye(self.nodes, dtype=torch.bool)
+
+
+def path_not_copied(self, places):
+    order = torch.nn.functional.pad(places, (1, 0)).unsqueeze(2)
+    self._features = self._features.gather(1, order.expand(-1, -1, self._features.shape[2]))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "mutant"),
+    [
+        (Tree, "ancestors", property(siblings_seen)),
+        (cache.BlockDecoder, "_straighten", path_not_copied),
+    ],
+    ids=["mask sees siblings", "accepted keys stay where they were"],
+)
+def test_mutants_emit_something_else(llama, make_drafter, coupled, monkeypatch, owner, name, mutant):
+    drafter, settings = make_drafter(llama, num_categories=3), SamplingSettings(1.0)
+    uniform = torch.rand(len(PROMPTS), 34, generator=generator(0), dtype=torch.float64)
+    texts = [plain_text(llama.model, prompt, settings, row) for prompt, row in zip(PROMPTS, uniform, strict=True)]
+    arguments = dict(nodes=20, max_new_tokens=30, eos_token_ids=(), texts=texts)
+    result = coupled(llama, drafter, PROMPTS, settings, uniform, **arguments)
+    assert [tokens.tolist()[:29] for tokens in result.tokens] == [text[:29] for text in texts]
+    monkeypatch.setattr(owner, name, mutant)
+    result = coupled(llama, drafter, PROMPTS, settings, uniform, **arguments)
+    assert all(tokens.tolist()[:29] != text[:29] for tokens, text in zip(result.tokens, texts, strict=True))
+
+
+def compare_with_fresh_prefill(target, drafter, decoder, sequences, nodes):
+    """Logits of every node, and the draft, against passes that know no cache."""
+    out = decoder.draft()
+    tree = draft_tree(drafter, out, nodes)
+    logits = decoder.score_tree(tree)
+    for row, ids in enumerate(sequences):
+        texts = [ids]
+        for token, parent in zip(tree.tokens[row].tolist(), tree.parent[row].tolist(), strict=True):
+            texts.append([*texts[parent + 1], token])
+        for node, text in enumerate(texts):
+            with torch.no_grad():
+                fresh = target.model(torch.tensor([text]), output_hidden_states=True)
+            torch.testing.assert_close(logits[row, node], fresh.logits[0, -1], atol=1e-4, rtol=1e-4)
+        with torch.no_grad():
+            fresh = target.model(torch.tensor([ids]), output_hidden_states=True)
+            features = tap_features(fresh.hidden_states, drafter.config.target_layer_ids)[:, : len(ids) - 1]
+            block = drafter(torch.tensor([[ids[-1]]]), torch.tensor([[len(ids) - 1]]), features)
+        torch.testing.assert_close(out.branch_hidden[row], block.branch_hidden[0], atol=1e-4, rtol=1e-4)
+    return tree
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_caches_keep_the_accepted_path(request, make_drafter, name, attention):
+    """After paths of every length, different ones in the rows of a batch, and again after rows left."""
+    target = request.getfixturevalue(name)
+    drafter = make_drafter(target, num_categories=3)
+    decoder = BlockDecoder(target.model, drafter)
+    target.model.set_attn_implementation(attention)
+    try:
+        sequences = [list(prompt) for prompt in PROMPTS]
+        decoder.start([torch.tensor(ids) for ids in sequences])
+        for step in range(4):
+            compare_with_fresh_prefill(target, drafter, decoder, sequences, nodes=30)
+            lengths = [(step + 2 * row) % 4 for row in range(3)]
+            tree = join([planted_tree([10, 11, 12, 13], 24 - row, 3, generator(step + 9 * row)) for row in range(3)])
+            decoder.score_tree(tree)
+            path = torch.full((3, 3), -1)
+            for row, length in enumerate(lengths):
+                # The lightest node of this depth: its path is furthest from where it must go.
+                node = int(torch.where(tree.depth[row] == length)[0][-1]) if length else -1
+                for place in reversed(range(length)):
+                    path[row, place] = node
+                    node = int(tree.parent[row, node])
+                sequences[row] += [*tree.tokens[row, path[row, :length]].tolist(), 20 + step + row]
+            decoder.commit(lengths, torch.arange(3) + 20 + step, path)
+        decoder.keep([0, 2])
+        compare_with_fresh_prefill(target, drafter, decoder, [sequences[0], sequences[2]], nodes=30)
+        # A chain after trees.
+        decoder.score(torch.tensor([[4, 5, 6], [7, 8, 9]]))
+        decoder.commit([2, 0], torch.tensor([30, 31]))
+        after = [[*sequences[0], 4, 5, 30], [*sequences[2], 31]]
+        compare_with_fresh_prefill(target, drafter, decoder, after, nodes=30)
+    finally:
+        target.model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("branches", [0, 1, 4])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_greedy_decoding_is_plain_greedy_decoding(request, make_drafter, name, branches):
+    target = request.getfixturevalue(name)
+    drafter = make_drafter(target, num_categories=branches, draft_vocab_size=20 if branches == 4 else None)
+    arguments = dict(max_new_tokens=11, do_sample=False, mode="tree", nodes=30, eos_token_ids=())
+    together = generate(target, drafter, PROMPTS, **arguments)
+    for prompt, tokens in zip(PROMPTS, together.tokens, strict=True):
+        alone = generate(target, drafter, [prompt], **arguments)
+        assert tokens.tolist() == alone.tokens[0].tolist() == plain_greedy(target, prompt, 11)
+
+
+def test_a_tree_of_one_node_accepts_like_the_first_greedy_token(llama, make_drafter):
+    drafter = make_drafter(llama, num_categories=1, block_length=1)
+    arguments = dict(max_new_tokens=20, do_sample=False, eos_token_ids=())
+    chain = generate(llama, drafter, PROMPTS, **arguments)
+    tree = generate(llama, drafter, PROMPTS, mode="tree", nodes=1, **arguments)
+    assert [[step.accepted for step in steps] for steps in tree.steps] == [
+        [step.accepted for step in steps] for steps in chain.steps
+    ]
+
+
+@pytest.mark.parametrize(
+    ("branches", "settings", "eos", "nodes"),
+    [
+        (1, SamplingSettings(1.0), (), 6),
+        (3, SamplingSettings(1.5, top_k=4, top_p=0.9), (2, 4), 10),
+        (2, SamplingSettings(0.8, top_k=3), (0,), 3),
+    ],
+    ids=str,
+)
+def test_simulated_loop_has_the_joint_law(toy, make_drafter, branches, settings, eos, nodes):  # noqa: F811
+    p_value, result = simulated_p_value(toy, make_drafter, "tree", branches, settings, eos, nodes=nodes)
+    # A right loop falls below this in one of a thousand seeds.
+    assert p_value > 1e-3
+    assert 0.05 < result.accepted_length
+
+
+def test_bfloat16_models_decode_in_trees(llama, make_drafter):
+    model = copy.deepcopy(llama.model).to(torch.bfloat16)
+    drafter = make_drafter(llama).to(torch.bfloat16).attach(model)
+    arguments = dict(max_new_tokens=9, mode="tree", nodes=12, eos_token_ids=())
+    result = generate(model, drafter, PROMPTS, SETTINGS[1], generator=generator(0), **arguments)
+    assert [len(tokens) for tokens in result.tokens] == [9, 9, 9]
+    check_accounting(result, 12)
+    again = generate(model, drafter, PROMPTS, SETTINGS[1], generator=generator(0), **arguments)
+    assert [t.tolist() for t in again.tokens] == [t.tolist() for t in result.tokens]
+
+
+def test_trees_at_the_context_limit(llama, make_drafter):
+    prompt, limit = list(range(4, 34)), llama.model.config.max_position_embeddings
+    result = generate(
+        llama,
+        make_drafter(llama),
+        [prompt, [5]],
+        max_new_tokens=limit - len(prompt),
+        do_sample=False,
+        mode="tree",
+        eos_token_ids=(),
+    )
+    assert result.tokens[0].tolist() == plain_greedy(llama, prompt, limit - len(prompt))
+
+
+def test_through_hugging_face_with_a_streamer(llama, make_drafter):
+    drafter, streamer = make_drafter(llama), Recorder()
+    sampling = dict(do_sample=True, temperature=0.8, top_k=15, top_p=0.9, max_new_tokens=12)
+    through = llama.model.generate(
+        torch.tensor(PROMPTS[2:]),
+        custom_generate=custom_generate,
+        drafter=drafter,
+        mode="tree",
+        nodes=9,
+        generator=generator(3),
+        streamer=streamer,
+        **sampling,
+    )
+    settings = SamplingSettings(temperature=0.8, top_k=15, top_p=0.9)
+    plain = generate(
+        llama, drafter, PROMPTS[2:], settings, max_new_tokens=12, mode="tree", nodes=9, generator=generator(3)
+    )
+    assert through.tolist() == [plain.sequences[0].tolist()]
+    assert torch.cat(streamer.values).tolist() == through[0].tolist()

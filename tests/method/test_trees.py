@@ -323,6 +323,7 @@ def test_walk_with_certain_targets_and_rows_that_end_at_different_depths():
     assert outcome.accepted.tolist() == [0, 1, 2, 3, 1, 2]
     assert outcome.token.tolist() == [text[-1] for text in texts]
     assert outcome.path.tolist() == [[-1, -1, -1], [2, -1, -1], [2, 5, -1], [0, 1, 4], [0, -1, -1], [0, 1, -1]]
+    assert outcome.drafted.tolist() == [[*text[:-1], *[0] * (4 - len(text))] for text in texts]
     assert outcome.leaf.tolist() == [False, False, True, True, False, False]
 
 
