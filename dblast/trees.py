@@ -16,6 +16,7 @@ Shapes: B anchors, K branches, b draft positions, V' columns of the draft vocabu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -236,23 +237,29 @@ def _assemble(levels: list[tuple[Tensor, Tensor, Tensor]], nodes: int, token_ids
     return tree.cut(max(1, int(valid.sum(1).max())))
 
 
-def draft_tree(
-    drafter: DBlastDrafter, output: DraftOutput, nodes: int, *, category_temperature: float = 1.0
-) -> Tree:
-    """The tree of the N heaviest prefixes of a drafter pass: B = number of its blocks.
+def draft_trees(
+    drafter: DBlastDrafter, output: DraftOutput, nodes: int, category_temperatures: Sequence[float]
+) -> list[Tree]:
+    """The trees of the N heaviest prefixes of a drafter pass, B = number of its blocks, for every Z_T.
 
     Raises:
         DBlastError: fewer than one node, or a negative category temperature.
     """
-    hidden, log_prior = output.branch_hidden, output.log_prior(category_temperature)
+    hidden = output.branch_hidden
     token_ids = drafter.draft_token_ids if drafter.config.draft_vocab_size else None
     vocabulary = drafter.config.draft_vocab_size or drafter.config.vocab_size
     rows = max(1, TREE_LOGITS // (hidden[0, ..., 0].numel() * vocabulary))
-    parts = [
-        heaviest_prefixes(drafter.logits(some).log_softmax(-1), prior, nodes, token_ids)
-        for some, prior in zip(hidden.split(rows), log_prior.split(rows), strict=True)
-    ]
-    return join(parts)
+    priors = [output.log_prior(temperature).split(rows) for temperature in category_temperatures]
+    parts = []
+    for number, some in enumerate(hidden.split(rows)):
+        log_q = drafter.logits(some).log_softmax(-1)
+        parts.append([heaviest_prefixes(log_q, prior[number], nodes, token_ids) for prior in priors])
+    return [join(list(trees)) for trees in zip(*parts, strict=True)]
+
+
+def draft_tree(drafter: DBlastDrafter, output: DraftOutput, nodes: int, *, category_temperature: float = 1.0) -> Tree:
+    """:func:`draft_trees` for one category temperature."""
+    return draft_trees(drafter, output, nodes, [category_temperature])[0]
 
 
 def join(trees: list[Tree]) -> Tree:
