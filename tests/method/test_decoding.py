@@ -548,11 +548,11 @@ def trained(llama, make_drafter):
     return drafters, settings, prompts, evaluation
 
 
-@pytest.mark.parametrize("mode", ["greedy_branch", "soft"])
+@pytest.mark.parametrize("mode", ["greedy_branch", "soft", "tree"])
 @pytest.mark.parametrize("branches", [1, 4])
 def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode):
     drafters, settings, prompts, evaluation = trained
-    scores = score(drafters[branches], evaluation, proposal=mode)
+    scores = score(drafters[branches], evaluation, proposal=mode, nodes=(6,))
     replayed, influence = ratio_with_influence((scores.emitted - scores.passes).to_numpy(), scores.passes.to_numpy())
     result = generate(
         llama,
@@ -561,6 +561,7 @@ def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode
         settings,
         max_new_tokens=24,
         mode=mode,
+        nodes=6,
         generator=generator(2),
     )
     accepted = np.array([sum(step.accepted for step in steps) for steps in result.steps], dtype=float)

@@ -13,9 +13,13 @@ import torch
 from dblast import cache, decoding, trees
 from dblast.cache import BlockDecoder
 from dblast.decoding import custom_generate, generate
+from dblast.errors import DBlastError
+from dblast.replay import score
 from dblast.sampling import SamplingSettings
 from dblast.targets import tap_features
+from dblast.trajectories import EncodedPrompt, pack_first, sample_batch
 from dblast.trees import Tree, branch_trie, draft_tree, draw_token, heaviest_prefixes, join, walk
+from tests.checks import one_line
 from tests.conftest import EOS_TOKEN_ID, VOCABULARY_SIZE
 from tests.helpers import (
     assert_close,
@@ -483,3 +487,121 @@ def test_through_hugging_face_with_a_streamer(llama, make_drafter):
     )
     assert through.tolist() == [plain.sequences[0].tolist()]
     assert torch.cat(streamer.values).tolist() == through[0].tolist()
+
+
+# -- replay ----------------------------------------------------------------------------------------
+
+
+def passes_along(text, trees_at):
+    """Passes of the loop along a text, by looking its blocks up; ``trees_at``: the prefixes of every anchor's tree."""
+    passes = done = 0
+    while done < len(text):
+        accepted = 0
+        while done + accepted < len(text) and tuple(text[done : done + accepted + 1]) in trees_at[done]:
+            accepted += 1
+        passes, done = passes + 1, done + accepted + 1
+    return passes
+
+
+def prefixes(tree, row, nodes):
+    """The first ``nodes`` prefixes of a tree."""
+    found = [()]
+    for token, parent in zip(tree.tokens[row, :nodes].tolist(), tree.parent[row, :nodes].tolist(), strict=True):
+        found.append((*found[parent + 1], token))
+    return {u for u, valid in zip(found[1:], tree.valid[row, :nodes].tolist(), strict=True) if valid}
+
+
+@pytest.fixture(scope="module")
+def sampled(llama, make_drafter):
+    """Target-sampled texts of different lengths."""
+    settings = SamplingSettings(temperature=0.5, top_k=10)
+    prompts = [EncodedPrompt(str(i), "random", (4 + i % 8, 5 + i % 3, 6)) for i in range(24)]
+    arguments = dict(max_new_tokens=30, taps=make_drafter(llama).config.target_layer_ids)
+    return sample_batch(llama, prompts, settings, generator=generator(0), **arguments)
+
+
+@pytest.mark.parametrize("branches", [0, 3])
+def test_replay_follows_the_text(llama, make_drafter, sampled, branches):
+    """All sizes and temperatures from one pass, against looking every block up in trees built one by one."""
+    drafter, sizes, temperatures = make_drafter(llama, num_categories=branches), (40, 1, 9, 200), (0.0, 1.5)
+    scores = score(drafter, sampled, temperatures, proposal="tree", nodes=sizes)
+    cells = [(t, n) for t in (temperatures if branches else temperatures[:1]) for n in sizes]
+    assert len(scores) == len(sampled) * len(cells)
+    assert scores.nodes.tolist() == [n for _ in sampled for _, n in cells]
+    rows = scores.itertuples()
+    for trajectory in sampled:
+        text = trajectory.response_ids.tolist()
+        with torch.no_grad():
+            output = pack_first(trajectory, len(text), 3).run(drafter)
+        for temperature, size in cells:
+            tree = draft_tree(drafter, output, size, category_temperature=temperature)
+            names = [prefixes(tree, anchor, size) for anchor in range(len(text))]
+            row = next(rows)
+            assert row.passes == passes_along(text, names)
+            assert row.emitted == len(text) and row.drafted == size
+            inside = sum(
+                tuple(text[a : a + d]) in names[a] for a in range(max(0, len(text) - 2)) for d in range(1, 4)
+            )
+            assert row.anchor_accepted == inside and row.anchors == max(0, len(text) - 2)
+    mean = scores.groupby("nodes").passes.mean()
+    assert mean.is_monotonic_decreasing and mean[200] < mean[1]
+
+
+def test_replay_of_the_greedy_branches(llama, make_drafter, sampled):
+    """All K branches in one pass; shared prefixes count once."""
+    drafter = make_drafter(llama, num_categories=4)
+    trie = score(drafter, sampled, proposal="branches")
+    assert (trie.nodes == 12).all() and trie.drafted.between(3, 12).all() and trie.drafted.mean() < 12
+    for trajectory, row in zip(sampled, trie.itertuples(), strict=True):
+        text = trajectory.response_ids.tolist()
+        with torch.no_grad():
+            output = pack_first(trajectory, len(text), 3).run(drafter)
+            tokens = drafter.greedy_tokens(output.branch_hidden)[: len(text)].tolist()
+        names = [{tuple(branch[:d]) for branch in block for d in (1, 2, 3)} for block in tokens]
+        assert row.passes == passes_along(text, names)
+        assert row.drafted == pytest.approx(sum(map(len, names)) / len(names))
+    one = score(make_drafter(llama, num_categories=1), sampled, proposal="branches")
+    assert (one.drafted == 3).all() and one.category_temperature.isna().all()
+
+
+@pytest.mark.parametrize("branches", [1, 4])
+def test_online_passes_along_a_stored_text_are_those_of_replay(llama, make_drafter, sampled, monkeypatch, branches):
+    """Text by text, the same number: the loop is made to draw the stored tokens."""
+    drafter = make_drafter(llama, num_categories=branches)
+    replayed = score(drafter, sampled, proposal="tree", nodes=(25,)).passes
+    decoder = NumberedDecoder(llama.model, drafter)
+    texts = [torch.nn.functional.pad(t.response_ids, (0, 4)) for t in sampled]
+
+    def stored_walk(tree, tokens, p, generator):
+        places = zip(decoder.rows, decoder.emitted().tolist(), strict=True)
+        coming = torch.stack([texts[row][done : done + 4] for row, done in places])
+        depth = torch.nn.functional.pad(tree.depth, (1, 0))
+        certain = coming.gather(1, depth).unsqueeze(-1)
+        return walk(tree, certain, torch.ones(certain.shape))
+
+    # Stored features are rounded to bfloat16.
+    monkeypatch.setattr(cache, "tap_features", lambda *states: tap_features(*states).bfloat16().float())
+    monkeypatch.setattr(decoding, "walk", stored_walk)
+    result = generate(
+        llama,
+        drafter,
+        [t.prompt_ids for t in sampled],
+        max_new_tokens=30,
+        mode="tree",
+        nodes=25,
+        decoder=decoder,
+        generator=generator(0),
+    )
+    check_accounting(result, 25)
+    assert [len(tokens) for tokens in result.tokens] == [len(t.response_ids) for t in sampled]
+    assert [len(steps) for steps in result.steps] == replayed.tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [({"proposal": "nope"}, "greedy_branch, soft, tree, branches"), ({"proposal": "tree", "nodes": (7, 0)}, "1 node")],
+)
+def test_replay_refuses_what_it_does_not_know(llama, make_drafter, sampled, arguments, words):
+    with pytest.raises(DBlastError) as error:
+        score(make_drafter(llama), sampled, **arguments)
+    one_line(error, words)
