@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from dblast.errors import DBlastError
-from dblast.trees import Tree, branch_trie, draft_tree, draw_token, first_largest, heaviest_prefixes, join, walk
+from dblast.show import show_tree
+from dblast.trees import (
+    Tree,
+    TreeOutcome,
+    branch_trie,
+    draft_tree,
+    draw_token,
+    first_largest,
+    heaviest_prefixes,
+    join,
+    walk,
+)
 from tests.checks import one_line
 from tests.helpers import (
     all_blocks,
@@ -334,3 +346,40 @@ def test_walk_draws_from_its_generator_alone():
     first, second = (walk(tree, tokens, p, generator=generator(1)) for _ in range(2))
     assert torch.equal(first.path, second.path) and torch.equal(first.token, second.token)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+# -- the picture ------------------------------------------------------------------------------------
+
+
+def test_picture_of_a_tree_with_its_walk(tokenizer):
+    names = [(10,), (10, 11), (12,), (10, 13), (10, 11, 14)]
+    tree = tree_of(names, [0.8, 0.5, 0.2, 0.125, 0.1])
+    outcome = TreeOutcome(
+        path=torch.tensor([[0, 1, -1]]),
+        drafted=torch.tensor([[10, 11, 0]]),
+        accepted=torch.tensor([2]),
+        token=torch.tensor([15]),
+        leaf=torch.tensor([False]),
+    )
+    assert show_tree(tree, tokenizer, outcome=outcome).splitlines() == [
+        "anchor",
+        "├─● 'w10' 0.800",
+        "│ ├─● 'w11' 0.500",
+        "│ │ ├─○ 'w14' 0.100",
+        "│ │ └─⇒ 'w15' drawn by the target",
+        "│ └─○ 'w13' 0.125",
+        "└─○ 'w12' 0.200",
+        "accepted 2, 5 nodes",
+    ]
+    bare = show_tree(tree, tokenizer)
+    assert "●" not in bare and "⇒" not in bare and len(bare.splitlines()) == 6
+    nothing = replace(outcome, path=torch.tensor([[-1]]), accepted=torch.tensor([0]))
+    assert show_tree(tree, tokenizer, outcome=nothing).splitlines()[-2] == "└─⇒ 'w15' drawn by the target"
+
+
+def test_picture_leaves_out_nodes_that_are_not_valid(tokenizer):
+    both = join([tree_of([(10,), (10, 11)]), tree_of([(12,)])])
+    assert show_tree(both, tokenizer, row=1) == "anchor\n└─○ 'w12' 0.900"
+    with pytest.raises(DBlastError) as error:
+        show_tree(both, tokenizer, row=2)
+    one_line(error, "row 2")
