@@ -25,6 +25,7 @@ from dblast.drafter import DBlastDrafter, log_category_prior
 from dblast.errors import DBlastError
 from dblast.sampling import SamplingSettings
 from dblast.targets import Target
+from dblast.trees import TREE_NODES, Tree, TreeOutcome, draft_tree, walk
 from dblast.verifier import BlockOutcome, Proposal, check_mode, propose, verify_block
 
 
@@ -34,12 +35,12 @@ class Step:
 
     Attributes:
         position: position of the first token the pass emitted, counted from the start of the prompt.
-        category: drawn category z; -1 if nothing was drafted.
-        drafted: draft tokens that the budget left room for, at most b.
+        category: drawn category z; -1 if nothing was drafted, or a tree.
+        drafted: draft tokens that the budget left room for: at most b, or the nodes of a tree.
         accepted: accepted draft tokens, without the pass's own token: always ``emitted - 1``.
         emitted: tokens added to the sequence.
         ending: what the last emitted token is: ``"replacement"`` (after a rejection), ``"bonus"``
-            (after a fully accepted block) or ``"accepted"`` (an accepted draft token that ended
+            (after a fully accepted block, at a leaf of a tree) or ``"accepted"`` (an accepted draft token that ended
             the sequence; it counts as the pass's own).
     """
 
@@ -120,6 +121,7 @@ def generate(
     max_new_tokens: int = 128,
     do_sample: bool = True,
     mode: str = "greedy_branch",
+    nodes: int = TREE_NODES,
     category_temperature: float = 1.0,
     eos_token_ids: Sequence[int] | None = None,
     generator: torch.Generator | None = None,
@@ -135,7 +137,9 @@ def generate(
         settings: sampling settings of the target (default: temperature 1, no filters).
         max_new_tokens: budget of every prompt.
         do_sample: False decodes greedily; ``settings`` then have no effect.
-        mode: ``"greedy_branch"``, ``"soft"`` or, for K = 1, ``"independent"``.
+        mode: ``"greedy_branch"``, ``"soft"``, ``"tree"`` (the heaviest prefixes of all branches,
+            :mod:`dblast.trees`) or, for K = 1, ``"independent"``.
+        nodes: size of the trees; without effect in other modes.
         category_temperature: Z_T >= 0.
         eos_token_ids: any of these ends a sequence (default: the target's own; ``()`` for none).
         generator: on the target's device; without it the global random state is used.
@@ -155,6 +159,8 @@ def generate(
     log_category_prior(torch.zeros(1), category_temperature)
     settings = (settings or SamplingSettings()) if do_sample else None
     prompts = _prompt_tensors(prompts, model.config.vocab_size)
+    if nodes < 1:
+        raise DBlastError(f"a draft tree needs at least 1 node, got {nodes}")
     if max_new_tokens < 1:
         raise DBlastError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     longest, limit = max(len(prompt) for prompt in prompts), decoder.context_limit
@@ -172,28 +178,38 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
     steps: list[list[Step]] = [[] for _ in prompts]
     active = list(range(len(prompts)))
-    decoder.start(prompts, reserve=max_new_tokens)
+    decoder.start(prompts, reserve=max_new_tokens + (nodes if mode == "tree" else 0))
     while active:
         left = [max_new_tokens - len(new[row]) for row in active]
         # The pass's own token needs room, so a block never drafts past the longest budget.
         length = min(drafter.config.block_length, max(left) - 1)
-        proposal, outcome = _step(decoder, settings, length, mode, category_temperature, generator)
+        if mode == "tree" and length:
+            tree, outcome = _tree_step(decoder, settings, nodes, category_temperature, generator)
+            drafted, categories, path = outcome.drafted, [-1] * len(active), outcome.path
+            unrefused = outcome.leaf.tolist()
+            inside = tree.depth < torch.tensor(left, device=tree.depth.device).unsqueeze(1)
+            room = (tree.valid & inside).sum(1).tolist()
+        else:
+            proposal, outcome = _step(decoder, settings, length, mode, category_temperature, generator)
+            drafted, categories, path = proposal.drafted, proposal.category.tolist(), None
+            unrefused = (outcome.accepted == length).tolist()
+            room = [min(length, budget - 1) for budget in left]
         accepted = outcome.accepted.tolist()
-        block = torch.cat([proposal.drafted, outcome.token.unsqueeze(1)], dim=1).tolist()
-        for i, (row, category) in enumerate(zip(active, proposal.category.tolist(), strict=True)):
+        block = torch.cat([drafted, outcome.token.unsqueeze(1)], dim=1).tolist()
+        for i, (row, category) in enumerate(zip(active, categories, strict=True)):
             tokens = [*block[i][: accepted[i]], block[i][-1]][: left[i]]
             end = next((j + 1 for j, token in enumerate(tokens) if token in eos), len(tokens))
             whole = end == accepted[i] + 1
-            ending = "accepted" if not whole else "bonus" if accepted[i] == length else "replacement"
+            ending = "accepted" if not whole else "bonus" if unrefused[i] else "replacement"
             position = len(prompts[row]) + len(new[row])
-            steps[row].append(Step(position, category, min(length, left[i] - 1), end - 1, end, ending))
+            steps[row].append(Step(position, category, room[i], end - 1, end, ending))
             new[row] += tokens[:end]
             if streamer is not None:
                 streamer.put(torch.tensor(tokens[:end]))
         going = [i for i, row in enumerate(active) if len(new[row]) < max_new_tokens and new[row][-1] not in eos]
         active = [active[i] for i in going]
         if active:
-            decoder.commit(accepted, outcome.token)
+            decoder.commit(accepted, outcome.token, path)
             if len(going) < len(accepted):
                 decoder.keep(going)
     if streamer is not None:
@@ -230,6 +246,22 @@ def _step(
     return proposal, verify_block(
         proposal.drafted, proposal.q_drafted, proposal.q_at, tokens, p, generator=generator
     )
+
+
+def _tree_step(
+    decoder: BlockDecoder,
+    settings: SamplingSettings | None,
+    nodes: int,
+    category_temperature: float,
+    generator: torch.Generator | None,
+) -> tuple[Tree, TreeOutcome]:
+    """Draft a tree for every sequence, score its nodes in one target pass and walk.
+
+    The tree is that of a whole block even where the budget ends sooner: what it accepts depends on the text alone.
+    """
+    tree = draft_tree(decoder.drafter, decoder.draft(), nodes, category_temperature=category_temperature)
+    tokens, p = target_support(decoder.score_tree(tree), settings)
+    return tree, walk(tree, tokens, p, generator=generator)
 
 
 def _target_eos(target: Target | PreTrainedModel) -> Sequence[int]:
@@ -293,6 +325,7 @@ def custom_generate(
     *,
     drafter: DBlastDrafter | None = None,
     mode: str = "greedy_branch",
+    nodes: int = TREE_NODES,
     category_temperature: float = 1.0,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -302,7 +335,7 @@ def custom_generate(
     """The loop as a decoding method of Hugging Face's ``generate``.
 
     ``target.generate(ids, custom_generate=custom_generate, drafter=drafter, do_sample=True, ...)``:
-    ``drafter``, ``mode``, ``category_temperature`` and ``generator`` are passed through;
+    ``drafter``, ``mode``, ``nodes``, ``category_temperature`` and ``generator`` are passed through;
     temperature, top-k, top-p, EOS ids and budget come from the generation config (note that
     its default is top-k 50). Left or right padding is recognised by ``attention_mask``.
 
@@ -347,6 +380,7 @@ def custom_generate(
         max_new_tokens=limit - width,
         do_sample=bool(config.do_sample),
         mode=mode,
+        nodes=nodes,
         category_temperature=category_temperature,
         eos_token_ids=_id_list(config.eos_token_id),
         generator=generator,

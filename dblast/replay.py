@@ -9,6 +9,9 @@ independent coin flips with probability min(1, q / p). Two numbers follow:
 * by a backward recursion over positions, the expected number of target passes
   that the online loop needs to emit the whole trajectory.
 
+A tree (:mod:`dblast.trees`) accepts as far as the stored text runs inside it: no coin
+is tossed, and the passes along a stored text are a number, not an expectation.
+
 Accepted length counts draft tokens per target pass without the bonus or
 replacement token: (emitted - passes) / passes. A pass that ends the sequence
 with an accepted token emits no bonus; that last token then counts as the pass's
@@ -24,8 +27,10 @@ import torch
 from torch import Tensor
 
 from dblast.drafter import DBlastDrafter, log_category_prior
+from dblast.errors import DBlastError
 from dblast.show import progress
 from dblast.trajectories import Trajectory, pack_first
+from dblast.trees import TREE_NODES, branch_trie, draft_trees
 from dblast.verifier import greedy_branch_acceptance, soft_acceptance
 
 
@@ -64,8 +69,9 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
     return left[:, 0]
 
 
-#: Methods of turning branches into a draft: the paper's, and sampling inside the branch (eq. 12).
-PROPOSALS = ("greedy_branch", "soft")
+#: Methods of turning branches into a draft: the paper's, sampling inside the branch (eq. 12), and the trees of the
+#: heaviest prefixes and of the K greedy branches.
+PROPOSALS = ("greedy_branch", "soft", "tree", "branches")
 
 
 @torch.no_grad()
@@ -102,12 +108,49 @@ def trajectory_acceptance(
     return torch.stack(rows).cpu()
 
 
+@torch.no_grad()
+def tree_acceptance(
+    drafter: DBlastDrafter,
+    trajectory: Trajectory,
+    category_temperatures: Sequence[float],
+    nodes: Sequence[int] = (TREE_NODES,),
+    proposal: str = "tree",
+    precision: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of a trajectory lie inside the tree of every anchor: one drafter pass for all sizes.
+
+    Returns:
+        (Z, S, n, b) float32, 1 while the stored text runs inside the tree of that size anchored after a tokens, and
+        (Z, S) the mean number of nodes of those trees; S = 1 for ``"branches"``, at most K * b nodes each.
+    """
+    n = len(trajectory.response_ids)
+    batch = pack_first(trajectory, n, drafter.config.block_length).to(drafter.device)
+    with drafter.in_precision(precision):
+        out = batch.run(drafter)
+        if proposal == "tree":
+            trees = draft_trees(drafter, out, max(nodes), category_temperatures)
+        else:
+            branches = drafter.greedy_tokens(out.branch_hidden)
+            trees = [branch_trie(branches, out.log_prior(temperature)) for temperature in category_temperatures]
+            nodes = [branches.shape[1] * branches.shape[2]]
+    # The tree of n nodes is the first n of a larger one.
+    sizes = torch.tensor(list(nodes), device=drafter.device)
+    inside, drafted = [], []
+    for tree in trees:
+        places = tree.follow(batch.tokens.masked_fill(~batch.valid, -1))[:n]
+        places = places.masked_fill(places == tree.nodes, max(nodes))
+        inside.append(places < sizes.view(-1, 1, 1))
+        drafted.append(torch.minimum(tree.valid[:n].sum(1), sizes.unsqueeze(1)).double().mean(1))
+    return torch.stack(inside).float().cpu(), torch.stack(drafted).cpu()
+
+
 def score(
     drafter: DBlastDrafter,
     trajectories: Iterable[Trajectory],
     category_temperatures: Sequence[float] = (1.0,),
     *,
     proposal: str = "greedy_branch",
+    nodes: Sequence[int] = (TREE_NODES,),
     precision: torch.dtype = torch.float32,
     description: str | None = None,
 ) -> pd.DataFrame:
@@ -115,32 +158,57 @@ def score(
 
     A bar is shown if ``description`` is given.
 
+    Args:
+        proposal: one of :data:`PROPOSALS`.
+        nodes: sizes of the trees that ``"tree"`` scores, all in one pass.
+
     Returns:
-        One row per trajectory and category temperature with ``prompt_id, task,
+        One row per trajectory and category temperature (and size of tree) with ``prompt_id, task,
         category_temperature, emitted`` (response tokens), ``passes`` (expected
         target passes of the online loop), ``anchor_accepted`` and ``anchors``
         (sum of expected accepted lengths over anchors with a full block, and
         their number). With K = 1 the temperature has no effect and one row is
-        written with temperature NaN.
+        written with temperature NaN. Trees add ``nodes`` (their size; K * b for
+        ``"branches"``) and ``drafted`` (mean number of nodes that they really had).
+
+    Raises:
+        DBlastError: unknown proposal, or trees without nodes.
     """
+    if proposal not in PROPOSALS:
+        raise DBlastError(f"unknown proposal {proposal!r}; replay knows {', '.join(PROPOSALS)}")
+    if not nodes or min(nodes) < 1:
+        raise DBlastError(f"a draft tree needs at least 1 node, got {list(nodes)}")
     drafter.eval()
     trajectories = list(trajectories)
     single = drafter.config.num_categories <= 1
     temperatures = [1.0] if single else list(category_temperatures)
     b = drafter.config.block_length
+    trees = proposal in ("tree", "branches")
+    if proposal == "branches":
+        nodes = (max(1, drafter.config.num_categories) * b,)
     rows = []
     with progress(len(trajectories), description, unit="trajectory") as bar:
         for trajectory in trajectories:
-            accept = trajectory_acceptance(drafter, trajectory, temperatures, proposal, precision)
+            cells = [{"category_temperature": float("nan") if single else temperature} for temperature in temperatures]
+            if trees:
+                accept, drafted = tree_acceptance(drafter, trajectory, temperatures, nodes, proposal, precision)
+                accept = accept.flatten(0, 1)
+                cells = [
+                    {**cell, "nodes": size, "drafted": float(mean)}
+                    for cell, means in zip(cells, drafted, strict=True)
+                    for size, mean in zip(nodes, means, strict=True)
+                ]
+            else:
+                accept = trajectory_acceptance(drafter, trajectory, temperatures, proposal, precision)
             n = accept.shape[1]
             passes = expected_passes(accept)
             per_anchor = expected_accepted(accept[:, : max(0, n - b + 1)])
-            for i, temperature in enumerate(temperatures):
+            for i, cell in enumerate(cells):
                 rows.append(
                     {
                         "prompt_id": trajectory.prompt_id,
                         "task": trajectory.task,
-                        "category_temperature": float("nan") if single else temperature,
+                        **cell,
                         "emitted": n,
                         "passes": float(passes[i]),
                         "anchor_accepted": float(per_anchor[i].double().sum()),

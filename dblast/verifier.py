@@ -290,7 +290,7 @@ def verify_block(
 # -- proposals: from a drafter pass to a drafted block and its q ---------------------------------
 
 
-MODES = ("greedy_branch", "soft", "independent")
+MODES = ("greedy_branch", "soft", "independent", "tree")
 
 
 @dataclass

@@ -352,7 +352,8 @@ def test_sequence_may_fill_the_context_and_not_pass_it(llama, make_drafter):
         ([[5, VOCABULARY_SIZE]], {}, "outside the target's vocabulary"),
         ([[-1]], {}, "outside the target's vocabulary"),
         ([[5]], {"max_new_tokens": 0}, "max_new_tokens"),
-        ([[5]], {"mode": "tree"}, "greedy_branch, soft, independent"),
+        ([[5]], {"mode": "nope"}, "greedy_branch, soft, independent, tree"),
+        ([[5]], {"mode": "tree", "nodes": 0}, "at least 1 node"),
         ([[5]], {"mode": "independent"}, "K = 1"),
         ([[5]], {"category_temperature": -1.0}, "category temperature"),
         ([[5], [6]], {"streamer": object(), "max_new_tokens": 8}, "streamer"),
@@ -534,11 +535,11 @@ def trained(llama, make_drafter):
     return drafters, settings, prompts, evaluation
 
 
-@pytest.mark.parametrize("mode", ["greedy_branch", "soft"])
+@pytest.mark.parametrize("mode", ["greedy_branch", "soft", "tree"])
 @pytest.mark.parametrize("branches", [1, 4])
 def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode):
     drafters, settings, prompts, evaluation = trained
-    scores = score(drafters[branches], evaluation, proposal=mode)
+    scores = score(drafters[branches], evaluation, proposal=mode, nodes=(6,))
     replayed, influence = ratio_with_influence((scores.emitted - scores.passes).to_numpy(), scores.passes.to_numpy())
     result = generate(
         llama,
@@ -547,6 +548,7 @@ def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode
         settings,
         max_new_tokens=24,
         mode=mode,
+        nodes=6,
         generator=generator(2),
     )
     accepted = np.array([sum(step.accepted for step in steps) for steps in result.steps], dtype=float)

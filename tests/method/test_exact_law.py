@@ -233,8 +233,8 @@ def chi_square(counts, law):
 FAIR = 1e-5
 
 
-def simulated_p_value(toy, make_drafter, mode, branches, settings, eos=(), draws=8000, seed=0, **shape):
-    drafter = make_drafter(toy, num_categories=branches, num_layers=1, block_length=2, **shape)
+def simulated_p_value(toy, make_drafter, mode, branches, settings, eos=(), draws=8000, seed=0, **arguments):
+    drafter = make_drafter(toy, num_categories=branches, num_layers=1, block_length=2)
     result = generate(
         toy,
         drafter,
@@ -244,6 +244,7 @@ def simulated_p_value(toy, make_drafter, mode, branches, settings, eos=(), draws
         mode=mode,
         eos_token_ids=eos,
         generator=generator(seed),
+        **arguments,
     )
     counts = Counter(tuple(tokens.tolist()) for tokens in result.tokens)
     return chi_square(counts, target_law(toy, settings, eos)), result
