@@ -36,8 +36,8 @@ ContextCache = list[tuple[Tensor, Tensor]]
 PLAIN_LOGITS = 2**23
 #: Logits that :meth:`DBlastDrafter.greedy_tokens` holds at once: 16 MiB, as :mod:`dblast.chunked` explains.
 GREEDY_LOGITS = 2**22
-#: Numbers of a head in another dtype that are converted in one piece (256 MiB in float32).
-CONVERTED_HEAD = 2**26
+#: Numbers of a head in another dtype that a CPU converts at once, 32 MiB in float32; a device takes eight times that.
+CONVERTED_HEAD = 2**23
 #: The borrowed tables: embedding (V, H), head (V', H), and the place of every target token in the draft vocabulary.
 TABLES = ("target_embedding", "target_head", "draft_slot")
 
@@ -296,8 +296,8 @@ class DBlastDrafter(PreTrainedModel):
     def _head(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head, (V', H), in the dtype of its product with ``hidden``; in pieces where a large one is converted."""
         head, dtype = self._table("head"), product_dtype(hidden, self._table("head"))
-        whole = head.dtype == dtype or head.numel() <= CONVERTED_HEAD
-        return (part.to(dtype) for part in ([head] if whole else head.split(CONVERTED_HEAD // head.shape[1])))
+        limit = head.numel() if head.dtype == dtype else CONVERTED_HEAD * (1 if head.device.type == "cpu" else 8)
+        return (part.to(dtype) for part in head.split(max(1, limit // head.shape[1])))
 
     def logits(self, branch_hidden: Tensor) -> Tensor:
         """(..., H), as (N, K, b, H), to float32 logits (..., V'), V' the draft vocabulary (or the target's)."""
