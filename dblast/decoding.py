@@ -26,7 +26,7 @@ from dblast.errors import DBlastError
 from dblast.sampling import SamplingSettings
 from dblast.targets import Target
 from dblast.trees import TREE_NODES, Tree, TreeOutcome, draft_tree, walk
-from dblast.verifier import BlockOutcome, Proposal, check_mode, propose, verify_block
+from dblast.verifier import BlockOutcome, Proposal, check_mode, nothing_drafted, propose, verify_block
 
 
 @dataclass(frozen=True)
@@ -178,6 +178,7 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
     steps: list[list[Step]] = [[] for _ in prompts]
     active = list(range(len(prompts)))
+    drafting = {"mode": mode, "category_temperature": category_temperature}
     decoder.start(prompts, reserve=max_new_tokens + (nodes if mode == "tree" else 0))
     while active:
         left = [max_new_tokens - len(new[row]) for row in active]
@@ -190,7 +191,7 @@ def generate(
             inside = tree.depth < torch.tensor(left, device=tree.depth.device).unsqueeze(1)
             room = (tree.valid & inside).sum(1).tolist()
         else:
-            proposal, outcome = _step(decoder, settings, length, mode, category_temperature, generator)
+            proposal, outcome = step(decoder, length, settings, generator, **drafting)
             drafted, categories, path = proposal.drafted, proposal.category.tolist(), None
             unrefused = (outcome.accepted == length).tolist()
             room = [min(length, budget - 1) for budget in left]
@@ -217,35 +218,24 @@ def generate(
     return Generated(prompts, [torch.tensor(row) for row in new], steps)
 
 
-def _step(
+def step(
     decoder: BlockDecoder,
-    settings: SamplingSettings | None,
     length: int,
-    mode: str,
-    category_temperature: float,
+    settings: SamplingSettings | None,
     generator: torch.Generator | None,
+    **drafting: Any,
 ) -> tuple[Proposal, BlockOutcome]:
-    """Draft ``length`` tokens of every sequence, score them in one target pass and verify."""
-    if length == 0:
-        anchor = decoder.anchor
-        nothing = torch.empty(len(anchor), 0, device=anchor.device)
-        tokens, p = target_support(decoder.score(nothing.long()), settings)
-        drawn = torch.multinomial(p[:, 0], 1, generator=generator)
-        token = tokens[:, 0].gather(-1, drawn).squeeze(-1)
-        outcome = BlockOutcome(torch.zeros_like(anchor), token, nothing)
-        return Proposal(nothing.long(), torch.full_like(anchor, -1), nothing, lambda slot, some: some * 0.0), outcome
-    proposal = propose(
-        decoder.drafter,
-        decoder.draft(),
-        length,
-        mode=mode,
-        category_temperature=category_temperature,
-        generator=generator,
-    )
+    """One pass of Algorithm 1 over every sequence: draft ``length`` tokens, score them with the target, verify.
+
+    ``drafting`` are the arguments of :func:`dblast.verifier.propose`. With no room for a draft this is a plain
+    decoding step.
+    """
+    if length:
+        proposal = propose(decoder.drafter, decoder.draft(), length, generator=generator, **drafting)
+    else:
+        proposal = nothing_drafted(decoder.anchor)
     tokens, p = target_support(decoder.score(proposal.drafted), settings)
-    return proposal, verify_block(
-        proposal.drafted, proposal.q_drafted, proposal.q_at, tokens, p, generator=generator
-    )
+    return proposal, verify_block(proposal, tokens, p, generator=generator)
 
 
 def _tree_step(

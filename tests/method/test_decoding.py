@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from typer.testing import CliRunner
 
 import dblast
-from dblast import decoding as generate_module
+from dblast import decoding
 from dblast.reproduction.checkpoints import shipped_drafter
 from dblast.reproduction.cli import app
 from dblast.cache import BlockDecoder
@@ -23,7 +23,7 @@ from dblast.reproduction.demo import default_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.decoding import Generated, Step, custom_generate, generate, target_support
-from dblast.verifier import Proposal, soft_proposal
+from dblast.verifier import greedy_branch_proposal, soft_proposal
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
 from dblast.replay import score
@@ -63,13 +63,8 @@ def oracle(monkeypatch):
     def install(tokens_at):
         def propose(drafter, output, length, **kwargs):
             drafted = torch.tensor([tokens_at(row, length) for row in range(len(output.prior_logits))])
-            mass = torch.ones(drafted.shape)
-
-            def q_at(slot, candidates):
-                here = drafted[torch.arange(len(slot)), slot.clamp(max=length - 1)]
-                return (candidates == here.unsqueeze(1)) * (slot < length).unsqueeze(1).float()
-
-            return Proposal(drafted, torch.zeros(len(drafted), dtype=torch.long), mass, q_at)
+            only = torch.zeros(len(drafted), 1)
+            return greedy_branch_proposal(drafted.unsqueeze(1), only, only.squeeze(1).long())
 
         monkeypatch.setattr(sys.modules["dblast.decoding"], "propose", propose)
 
@@ -415,7 +410,7 @@ def test_soft_proposal_of_a_draft_vocabulary_is_that_of_zeros_elsewhere():
     candidates = torch.arange(5).expand(4, -1)
     for slot in range(3):
         slots = torch.full((4,), slot)
-        torch.testing.assert_close(ours.q_at(slots, candidates), whole.q_at(slots, candidates))
+        torch.testing.assert_close(ours.q(slots, candidates), whole.q(slots, candidates))
 
 
 @pytest.mark.parametrize("mode", ["greedy_branch", "soft"])
