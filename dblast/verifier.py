@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dblast.checks import check_finite, check_number
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
 
@@ -121,7 +122,7 @@ def residual_distribution(p: Tensor, q: Tensor) -> Tensor:
     """
     rest = (p - q).clamp(min=0.0)
     total = rest.sum(-1, keepdim=True)
-    return torch.where(total > 0, rest / total.clamp(min=torch.finfo(p.dtype).tiny), p)
+    return torch.where(total == 0, p, rest / total.clamp(min=torch.finfo(p.dtype).tiny))
 
 
 def probability_on_support(tokens: Tensor, p: Tensor, x: Tensor) -> Tensor:
@@ -218,9 +219,29 @@ def check_mode(mode: str, num_categories: int) -> None:
         DBlastError: see above.
     """
     if mode not in MODES:
-        raise DBlastError(f"unknown proposal {mode!r}; the proposals are {', '.join(MODES)}")
+        raise DBlastError(f"unknown proposal mode {mode!r}; the modes are {', '.join(MODES)}")
     if mode == "independent" and num_categories > 1:
         raise DBlastError(f"independent proposals need a drafter with K = 1, not {num_categories}; use 'soft'")
+
+
+def check_drafting(drafter: DBlastDrafter, mode: str, category_temperature: float) -> None:
+    """Refuse arguments of :func:`propose` that this drafter cannot work with.
+
+    Raises:
+        DBlastError: see above.
+    """
+    check_mode(mode, drafter.config.num_categories)
+    check_number("the category temperature", category_temperature, least=0)
+
+
+def check_output(output: DraftOutput) -> None:
+    """Refuse a drafter pass that came out as NaN or infinity: compared with p, it would accept or reject at random.
+
+    Raises:
+        DBlastError: see above.
+    """
+    check_finite(output.branch_hidden, "the drafter's hidden states")
+    check_finite(output.prior_logits, "the drafter's category logits")
 
 
 def draw_category(log_prior: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -293,9 +314,13 @@ def propose(
     """Draft the first ``length`` positions of every block.
 
     Raises:
-        DBlastError: unknown mode, or a category temperature that is none.
+        DBlastError: unknown mode, a category temperature that is negative or not finite, or a drafter whose states or
+            logits are not finite.
     """
-    check_mode(mode, drafter.config.num_categories)
+    check_drafting(drafter, mode, category_temperature)
+    if mode == "tree":
+        raise DBlastError("a tree is no block of one branch; draft it with dblast.trees.draft_tree")
+    check_output(output)
     hidden, log_prior = output.branch_hidden[:, :, :length], output.log_prior(category_temperature)
     category = draw_category(log_prior, generator)
     if mode == "greedy_branch":
@@ -305,7 +330,9 @@ def propose(
         token_ids = drafter.draft_token_ids
         columns = torch.full((drafter.config.vocab_size,), -1, device=token_ids.device)
         columns[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
-    position_log_q = drafter.logits(hidden).log_softmax(-1)
+    logits = drafter.logits(hidden)
+    check_finite(logits.amax(-1), "the drafter's logits")
+    position_log_q = logits.log_softmax(-1)
     column = draw_columns(position_log_q, category, generator)
     return soft_proposal(position_log_q, log_prior, category, column, token_ids, columns)
 
@@ -328,6 +355,12 @@ class BlockOutcome:
     acceptance: Tensor
 
 
+def _check_range(what: str, values: Tensor, low: float, high: float) -> None:
+    # Written so that NaN fails.
+    if not bool(((values >= low) & (values <= high)).all()):
+        raise DBlastError(f"{what} must lie between {low:g} and {high:g}; it holds NaN, or is no probability")
+
+
 def verify_block(
     proposal: Proposal,
     tokens: Tensor,
@@ -346,14 +379,23 @@ def verify_block(
         tokens, p: (N, d + 1, W) the target's support and probabilities at every slot.
         generator: on the device of p, for the uniform numbers and the last draw.
         uniform: (N, d) in [0, 1), instead of numbers drawn from ``generator``.
+
+    Raises:
+        DBlastError: p or q that is no probability, or a uniform number outside [0, 1).
     """
+    # A thousandth of room: these are sums in float32.
+    _check_range("p, summed over the support,", p.sum(-1), 0.999, 1.001)
+    _check_range("q of the drafted tokens", proposal.q_drafted, 0.0, 1.001)
     if uniform is None:
         uniform = torch.rand(proposal.drafted.shape, generator=generator, device=p.device)
+    elif not bool(((uniform >= 0) & (uniform < 1)).all()):
+        raise DBlastError("uniform numbers must lie in [0, 1)")
     p_drafted = probability_on_support(tokens[:, :-1], p[:, :-1], proposal.drafted)
     acceptance = accept_ratio(p_drafted, proposal.q_drafted)
     accepted = leading_accepts(acceptance, uniform)
     rows = torch.arange(len(accepted), device=accepted.device)
     candidates, p_here = tokens[rows, accepted], p[rows, accepted]
     law = residual_distribution(p_here, proposal.q(accepted, candidates))
+    _check_range("the law of the replacement, summed,", law.sum(-1), 0.999, 1.001)
     drawn = torch.multinomial(law, 1, generator=generator)
     return BlockOutcome(accepted, candidates.gather(-1, drawn).squeeze(-1), acceptance)
