@@ -19,9 +19,10 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from dblast.checks import check_finite
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
-from dblast.targets import attention_mask, last_position, tap_features
+from dblast.targets import attention_mask, check_supported, last_position, tap_features
 
 if TYPE_CHECKING:
     from dblast.trees import Tree
@@ -111,19 +112,53 @@ class RowCache(Cache):
         start = torch.tensor(self.starts, device=device)
         return start.unsqueeze(1) + torch.arange(length, device=device)
 
+    def clear(self) -> None:
+        """Zeros in all columns: whatever an earlier run left there, NaN above all, would outlive a weight of zero."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys.zero_()
+                layer.values.zero_()
+
     def keep(self, rows: list[int]) -> None:
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keep(torch.tensor(rows, device=layer.keys.device))
 
 
+def _check_attention(model: PreTrainedModel) -> None:
+    """Refuse a target that plain decoding and this cache would not read alike.
+
+    Raises:
+        DBlastError: see above.
+    """
+    config = model.config
+    check_supported(config)
+    # Mistral has one window for all its layers, whatever a list of layers says.
+    if config.model_type == "mistral" and getattr(config, "sliding_window", None):
+        raise DBlastError(
+            f"this target's layers see {config.sliding_window} tokens at most; if no text will be longer, "
+            "load it with sliding_window=None"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise DBlastError(
+            f"attention {config._attn_implementation!r} takes no mask per sequence; "
+            "load the target with attn_implementation='sdpa'"
+        )
+    if model.training and getattr(config, "attention_dropout", 0):
+        raise DBlastError("the target is in training mode, with dropout; call model.eval() first")
+
+
 def _fits(model: PreTrainedModel, drafter: DBlastDrafter) -> None:
     """Refuse a pair of models that cannot decode together.
 
     Raises:
-        DBlastError: sizes, device or dtype do not fit, the drafter is not attached,
-            or the target has an attention that this cache does not serve.
+        DBlastError: sizes, device or dtype do not fit, the drafter is not attached or lacks its draft
+            vocabulary, or the target has an attention that this cache does not serve.
     """
+    for name, given, kind in (("target", model, PreTrainedModel), ("drafter", drafter, DBlastDrafter)):
+        if not isinstance(given, kind):
+            raise DBlastError(f"the {name} must be a {kind.__name__}, got {type(given).__name__}")
+    _check_attention(model)
     ours, theirs = drafter.config, model.config
     if (ours.hidden_size, ours.vocab_size, ours.num_target_layers) != (
         theirs.hidden_size,
@@ -134,13 +169,8 @@ def _fits(model: PreTrainedModel, drafter: DBlastDrafter) -> None:
     if drafter.device != model.device:
         raise DBlastError(f"the drafter is on {drafter.device}, the target on {model.device}; move one of them")
     drafter._table("embedding")
-    if set(getattr(theirs, "layer_types", None) or ()) - {"full_attention"}:
-        raise DBlastError("targets with sliding-window or linear attention layers are not supported")
-    if theirs._attn_implementation not in ("sdpa", "eager"):
-        raise DBlastError(
-            f"attention {theirs._attn_implementation!r} takes no mask per sequence; "
-            "load the target with attn_implementation='sdpa'"
-        )
+    if not drafter.draft_vocabulary_is_set:
+        raise DBlastError("the draft vocabulary is not set; call drafter.set_draft_vocabulary(token_ids) and attach()")
 
 
 class BlockDecoder:
@@ -187,6 +217,7 @@ class BlockDecoder:
         self.anchor = torch.stack([prompt[-1] for prompt in prompts]).to(self.device)
         width = max(self.lengths) - 1
         for cache in (self.target_cache, self.draft_cache):
+            cache.clear()
             cache.starts = [0] * len(prompts)
             cache.capacity = width + reserve + self.drafter.config.block_size
         # Columns past a sequence's own end hold padding that nothing attends to before it is overwritten.
@@ -238,7 +269,12 @@ class BlockDecoder:
         return out.logits, tap_features(out.hidden_states, self.drafter.config.target_layer_ids)
 
     def _write_context(self, features: Tensor) -> None:
-        """Project (N, L, m * H) tapped states and append them to the drafter's context."""
+        """Project (N, L, m * H) tapped states and append them to the drafter's context.
+
+        Raises:
+            DBlastError: NaN or infinity in them.
+        """
+        check_finite(features, "the target's hidden states")
         positions = self.draft_cache.columns(features.shape[1], self.device)
         for layer, pair in zip(self.draft_cache.layers, self.drafter.context_cache(features, positions), strict=True):
             layer.update(*pair)

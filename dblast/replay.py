@@ -26,18 +26,32 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from dblast.checks import check_number, check_whole
 from dblast.drafter import DBlastDrafter, log_category_prior
 from dblast.errors import DBlastError
 from dblast.show import progress
 from dblast.trajectories import Trajectory, pack_first
 from dblast.trees import TREE_NODES, branch_trie, draft_trees
-from dblast.verifier import greedy_branch_acceptance, soft_acceptance
+from dblast.verifier import MODES, check_mode, check_output, greedy_branch_acceptance, soft_acceptance
+
+
+def _check_acceptance(acceptance: Tensor) -> None:
+    # Written so that NaN fails.
+    if not bool(((acceptance >= 0) & (acceptance <= 1)).all()):
+        raise DBlastError("acceptance probabilities must lie between 0 and 1; these hold NaN or another number")
 
 
 def expected_accepted(acceptance: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Expected accepted length of one draft step: sum_l prod_{j<=l} a_j over the last dimension."""
+    """Expected accepted length of one draft step: sum_l prod_{j<=l} a_j over the last dimension.
+
+    ``valid``, of the same shape, is False from the end of a trajectory on.
+
+    Raises:
+        DBlastError: an acceptance that is NaN or outside [0, 1], before the end.
+    """
     if valid is not None:
-        acceptance = acceptance * valid
+        acceptance = acceptance.masked_fill(~valid.bool(), 0.0)
+    _check_acceptance(acceptance)
     return acceptance.cumprod(-1).sum(-1)
 
 
@@ -48,14 +62,22 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
         acceptance: (T, n, b); entry [t, a, j] is the probability that the draft
             token for position a + j is accepted, given that the loop anchors
             after a tokens and that the earlier tokens of the block were accepted.
-            Entries at or past a trajectory's length may hold any finite number.
-        length: (T,) real lengths (default n).
+            Entries at or past a trajectory's length may hold anything.
+        length: (T,) real lengths, 0..n (default n).
 
     Returns:
         (T,) float64.
+
+    Raises:
+        DBlastError: an acceptance that is NaN or outside [0, 1] before the end, or a length outside 0..n.
     """
     count, n, b = acceptance.shape
     length = torch.full((count,), n) if length is None else length
+    if length.shape != (count,) or not bool(((length >= 0) & (length <= n)).all()):
+        raise DBlastError(f"lengths must be one number from 0 to {n} for each of the {count} trajectories")
+    position = torch.arange(n).unsqueeze(-1) + torch.arange(b)
+    acceptance = acceptance.masked_fill(position >= length[:, None, None], 0.0)
+    _check_acceptance(acceptance)
     reach = acceptance.double().cumprod(-1)
     ones = torch.ones(count, n, 1, dtype=torch.float64)
     reach = torch.cat([ones, reach, torch.zeros(count, n, 1, dtype=torch.float64)], dim=-1)
@@ -71,7 +93,27 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
 
 #: Methods of turning branches into a draft: the paper's, sampling inside the branch (eq. 12), and the trees of the
 #: heaviest prefixes and of the K greedy branches.
-PROPOSALS = ("greedy_branch", "soft", "tree", "branches")
+PROPOSALS = (*MODES, "branches")
+
+
+def _check_proposal(drafter: DBlastDrafter, proposal: str) -> None:
+    if proposal not in PROPOSALS:
+        raise DBlastError(f"unknown proposal {proposal!r}; replay knows {', '.join(PROPOSALS)}")
+    if proposal != "branches":
+        check_mode(proposal, drafter.config.num_categories)
+    if not drafter.draft_vocabulary_is_set:
+        raise DBlastError("the draft vocabulary is not set; call drafter.set_draft_vocabulary(token_ids) and attach()")
+
+
+def _temperatures(name: str, values: Sequence[float]) -> list[float]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise DBlastError(f"{name} must be a list of numbers, got {values!r}")
+    values = list(values)
+    if not values:
+        raise DBlastError(f"{name} holds no temperature; give at least one")
+    for value in values:
+        check_number(name, value, least=0)
+    return values
 
 
 @torch.no_grad()
@@ -84,15 +126,27 @@ def trajectory_acceptance(
 ) -> torch.Tensor:
     """Acceptance along a trajectory for every anchor and category temperature.
 
+    ``proposal`` is one of :data:`PROPOSALS` that draft no trees.
+
     Returns:
         (Z, n, b) float32: entry [., a, j] is P(draft accepted | emitted is the
         stored token) for slot j of the block anchored after a tokens; zero past the end.
+
+    Raises:
+        DBlastError: an unknown proposal, a temperature that is negative or not finite, a drafter without its draft
+            vocabulary, or NaN or infinity in the drafter's pass or the trajectory's log-probabilities.
     """
+    _check_proposal(drafter, proposal)
+    if proposal in ("tree", "branches"):
+        raise DBlastError(f"acceptance in a tree is not a coin flip; {proposal!r} is for tree_acceptance()")
+    if not bool((trajectory.log_p <= 1e-3).all()):
+        raise DBlastError(f"trajectory {trajectory.prompt_id!r} has log-probabilities that are NaN or above zero")
     n = len(trajectory.response_ids)
     device = drafter.device
     batch = pack_first(trajectory, n, drafter.config.block_length).to(device)
     with drafter.in_precision(precision):
         out = batch.run(drafter)
+        check_output(out)
         if proposal == "greedy_branch":
             branches = drafter.greedy_tokens(out.branch_hidden)
         else:
@@ -105,7 +159,9 @@ def trajectory_acceptance(
         else:
             accept = soft_acceptance(log_q, prior, batch.log_p)
         rows.append((accept * batch.valid)[:n])
-    return torch.stack(rows).cpu()
+    accept = torch.stack(rows).cpu()
+    _check_acceptance(accept)
+    return accept
 
 
 @torch.no_grad()
@@ -122,11 +178,18 @@ def tree_acceptance(
     Returns:
         (Z, S, n, b) float32, 1 while the stored text runs inside the tree of that size anchored after a tokens, and
         (Z, S) the mean number of nodes of those trees; S = 1 for ``"branches"``, at most K * b nodes each.
+
+    Raises:
+        DBlastError: a proposal that drafts no trees, or a drafter whose pass holds NaN or infinity.
     """
+    _check_proposal(drafter, proposal)
+    if proposal not in ("tree", "branches"):
+        raise DBlastError(f"{proposal!r} drafts no trees; it is for trajectory_acceptance()")
     n = len(trajectory.response_ids)
     batch = pack_first(trajectory, n, drafter.config.block_length).to(drafter.device)
     with drafter.in_precision(precision):
         out = batch.run(drafter)
+        check_output(out)
         if proposal == "tree":
             trees = draft_trees(drafter, out, max(nodes), category_temperatures)
         else:
@@ -172,16 +235,19 @@ def score(
         ``"branches"``) and ``drafted`` (mean number of nodes that they really had).
 
     Raises:
-        DBlastError: unknown proposal, or trees without nodes.
+        DBlastError: unknown proposal, trees without nodes, no category temperature, or what
+            :func:`trajectory_acceptance` refuses.
     """
-    if proposal not in PROPOSALS:
-        raise DBlastError(f"unknown proposal {proposal!r}; replay knows {', '.join(PROPOSALS)}")
-    if not nodes or min(nodes) < 1:
-        raise DBlastError(f"a draft tree needs at least 1 node, got {list(nodes)}")
+    _check_proposal(drafter, proposal)
+    temperatures = _temperatures("category_temperatures", category_temperatures)
+    if isinstance(nodes, str) or not isinstance(nodes, Iterable) or not [*nodes]:
+        raise DBlastError(f"nodes must be a list of tree sizes, got {nodes!r}")
+    for size in nodes:
+        check_whole("the nodes of a draft tree", size, 1)
     drafter.eval()
     trajectories = list(trajectories)
     single = drafter.config.num_categories <= 1
-    temperatures = [1.0] if single else list(category_temperatures)
+    temperatures = [1.0] if single else temperatures
     b = drafter.config.block_length
     trees = proposal in ("tree", "branches")
     if proposal == "branches":

@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dblast.checks import token_ids
 from dblast.errors import ArtefactError, DBlastError
 from dblast.show import quiet_loading
 
@@ -311,9 +312,8 @@ def wrap_target(
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = tokenizer.eos_token_id
-    ids = tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))
     options = dict(CHAT_OPTIONS if chat_options is None else chat_options)
-    return Target(name, model.eval().requires_grad_(False), tokenizer, mask_token_id, ids, options)
+    return Target(name, model.eval().requires_grad_(False), tokenizer, mask_token_id, token_ids(eos), options)
 
 
 #: What makers call the tokens that they keep for later.

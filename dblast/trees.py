@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dblast.checks import check_finite
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
 
@@ -252,7 +253,9 @@ def draft_trees(
     priors = [output.log_prior(temperature).split(rows) for temperature in category_temperatures]
     parts = []
     for number, some in enumerate(hidden.split(rows)):
-        log_q = drafter.logits(some).log_softmax(-1)
+        logits = drafter.logits(some)
+        check_finite(logits.amax(-1), "the drafter's logits")
+        log_q = logits.log_softmax(-1)
         parts.append([heaviest_prefixes(log_q, prior[number], nodes, token_ids) for prior in priors])
     return [join(list(trees)) for trees in zip(*parts, strict=True)]
 
