@@ -103,9 +103,9 @@ def compare(expected: Path, found: Path) -> int:
 
 
 def at_work(cache: Path) -> str | None:
-    """The kind of the stage that a run is in: the last folder without a record."""
+    """The kind of the stage that a run is in: of folders without a record the innermost, which others wait for."""
     open_ = [f for kind in KINDS for f in cache.glob(f"{kind}/*") if f.is_dir() and not (f / "stage.json").exists()]
-    return open_[-1].parent.name if open_ else None
+    return open_[0].parent.name if open_ else None
 
 
 def kills(profile: str, count: int, seed: int, folder: Path) -> None:
