@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import dblast
-from dblast.drafter import check_checkpoint, load_dflash, write_checkpoint
+from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.reproduction import results
 from dblast.reproduction.demo import load_drafter
@@ -160,10 +160,10 @@ def make_all(llama, make_drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         found[kind] = Artefact(ours, other, lambda: results.open_table(PROFILE, "tiny", "scores"), named)
 
     drafters = [make_drafter(llama, num_categories=0, seed=seed, block_length=3 + seed) for seed in (0, 1)]
-    checkpoints = [write_checkpoint(d, {"seed": seed}, tmp_path / f"shipped {seed}") for seed, d in enumerate(drafters)]
+    checkpoints = [d.save(tmp_path / f"shipped {seed}", {"seed": seed}) for seed, d in enumerate(drafters)]
     for file in ("model.safetensors", "config.json", "training.json", "manifest.json"):
         ours, other = (folder / file for folder in checkpoints)
-        found[f"shipped {file}"] = Artefact(ours, other, lambda: check_checkpoint(checkpoints[0]), "" if file == "manifest.json" else None)
+        found[f"shipped {file}"] = Artefact(ours, other, lambda: DBlastDrafter.load(checkpoints[0]), "" if file == "manifest.json" else None)
 
     for name, word in (("ours", "Hello"), ("other", "Goodbye")):
         lines = [json.dumps({"task": "chat", "turns": [f"{word} {i}?"]}) for i in range(9)]
@@ -181,7 +181,7 @@ KINDS = (
     + ["provenance", "bundled prompts"]
 )
 
-WAYS_OUT = ("delete", "restore it with git", "recompute=True", "another folder")
+WAYS_OUT = ("delete", "restore it with git", "take it again from where it came", "recompute=True", "another folder")
 
 
 def damage(artefact: Artefact, how: str | float) -> None:
@@ -279,7 +279,7 @@ def test_pickled_weights_of_a_target_are_not_opened(llama, tmp_path, pickled):
     assert not marker.exists()
 
 
-@pytest.mark.parametrize("load", [lambda folder, llama: load_dflash(folder), load_drafter], ids=["start", "decode"])
+@pytest.mark.parametrize("load", [lambda folder, llama: DBlastDrafter.load(folder), load_drafter], ids=["start", "decode"])
 def test_pickled_weights_of_a_drafter_are_not_opened(llama, make_drafter, tmp_path, pickled, load):
     make_drafter(llama, num_categories=0).save_pretrained(tmp_path / "drafter")
     folder, marker = pickled(tmp_path / "drafter")
