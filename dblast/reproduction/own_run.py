@@ -1,0 +1,415 @@
+"""The run behind ``python -m dblast drafter``: measure, choose sizes, sample, train, evaluate, write."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pandas as pd
+import torch
+
+from dblast.decoding import generate
+from dblast.drafter import DBlastDrafter
+from dblast.errors import DBlastError
+from dblast.reproduction.branch_health import drafter_health
+from dblast.reproduction.budget import Sizes, Speeds, choose_sizes, measure, with_sizes
+from dblast.reproduction.demo import plain_speed
+from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_temperature, score_proposals
+from dblast.reproduction.experiments import (
+    for_decoding,
+    on_pretraining_data,
+    open_drafter,
+    prepare_pretrained,
+    prepare_trajectories,
+    prepare_variant,
+    pretrain_stage,
+    trajectory_stage,
+    variant_stage,
+)
+from dblast.reproduction.own_report import configuration_in_words, write_report
+from dblast.reproduction.own_target import Prepared, Request, check_request, prepare
+from dblast.reproduction.plans import Plan
+from dblast.reproduction.prompts.own import open_own
+from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
+from dblast.reproduction.requirements import (
+    check_memory,
+    free_disk,
+    free_memory,
+    size,
+    sole_writer,
+    token_bytes,
+)
+from dblast.reproduction.stages import Stage, digest
+from dblast.sampling import SETTINGS
+from dblast.targets import Target, cache_folder
+
+#: Prompts decoded at every setting to time it, and the tokens of each.
+TIMED_PROMPTS, TIMED_TOKENS = 4, 64
+#: Trajectories on which the branches are looked at.
+HEALTH_TRAJECTORIES = 16
+OURS, START = "this drafter", "start drafter"
+
+
+def make_drafter(request: Request, out: Path, say: Callable[[str], None] = print) -> Path:
+    """Do all of it; called again after a kill it goes on where it was.
+
+    Raises:
+        DBlastError: what cannot work, before anything is sampled.
+    """
+    check_request(request, out)
+    with sole_writer(out):
+        prepared = prepare(request)
+        for note in prepared.notes:
+            say(note)
+        work = Work(prepared, request.hours, say)
+        with work.clock():
+            plan = work.sized_plan()
+            work.train(plan)
+            work.evaluate(plan)
+        work.write(plan, request, out)
+    say(f"drafter and report in {out}")
+    return out
+
+
+class Work:
+    """One run's folder in the cache: its sizes, and the minutes it took over all its starts."""
+
+    def __init__(self, prepared: Prepared, hours: float, say: Callable[[str], None]):
+        self.target, self.bare, self.hours, self.say = prepared.target, prepared.plan, hours, say
+        self.folder = cache_folder() / "own" / digest(prepared.key)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.drafter: DBlastDrafter | None = None
+        self.accepted = self.speed = pd.DataFrame()
+        self.health: dict[str, dict[str, float]] = {}
+
+    # -- time ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def clock(self) -> Iterator[None]:
+        """Count seconds into ``seconds.json`` every few seconds, so that a killed start counts too."""
+        path, stop = self.folder / "seconds.json", threading.Event()
+        before = json.loads(path.read_text()) if path.exists() else {"seconds": 0.0, "starts": 0}
+        begin = time.monotonic()
+
+        def note() -> None:
+            scratch = path.with_suffix(".part")
+            scratch.write_text(
+                json.dumps({"seconds": before["seconds"] + time.monotonic() - begin, "starts": before["starts"] + 1})
+            )
+            os.replace(scratch, path)
+
+        def count() -> None:
+            while not stop.wait(5.0):
+                note()
+
+        thread = threading.Thread(target=count, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            note()
+
+    # -- sizes --------------------------------------------------------------------------------
+
+    def sized_plan(self) -> Plan:
+        """The plan with the sizes that this run was first started with, or with new ones; says what will happen."""
+        path = self.folder / "sizes.json"
+        if path.exists():
+            stored = json.loads(path.read_text())
+            sizes, speeds = Sizes(**stored["sizes"]), Speeds(**stored["speeds"])
+            self.say(f"going on with the sizes that were chosen when this run first started ({path})")
+        else:
+            self.say("measuring sampling and training for some seconds ...")
+            speeds = measure(self.bare, self.target)
+            need = token_bytes(self.target.model.config.hidden_size, len(self.bare.drafter.taps))
+            sizes = choose_sizes(self.bare, self.target, speeds, 3600 * self.hours, free_disk(self.folder), need)
+            self._check_disk(with_sizes(self.bare, sizes))
+            scratch = path.with_suffix(".part")
+            scratch.write_text(json.dumps({"sizes": asdict(sizes), "speeds": asdict(speeds)}, indent=1))
+            os.replace(scratch, path)
+        plan = with_sizes(self.bare, sizes)
+        plan.check()
+        self.say(forecast(plan, self.target, speeds).to_string(index=False))
+        return plan
+
+    def _check_disk(self, plan: Plan) -> None:
+        need, free = sum(row["bytes"] for row in _samples(plan, self.target)), free_disk(self.folder)
+        if need > free:
+            raise DBlastError(
+                f"the text takes about {size(need)} of disk and {size(free)} are free; free some, set DBLAST_CACHE to a larger "
+                "disk, or lower --hours or --response-tokens"
+            )
+
+    # -- work ---------------------------------------------------------------------------------
+
+    def train(self, plan: Plan) -> None:
+        """Sample, pre-train and fine-tune; each says where it goes on."""
+        for setting in plan.data.settings:
+            self._stage(f"answers to evaluate on, {setting}", trajectory_stage(plan, setting))
+            prepare_trajectories(plan, setting, self.target)
+        if plan.drafter.pretrained_here:
+            first = on_pretraining_data(plan)
+            self._stage("answers for pre-training", trajectory_stage(first, "training"))
+            prepare_trajectories(first, "training", self.target)
+            self._stage("pre-training", pretrain_stage(plan), plan.pretrain.steps)
+        prepare_pretrained(plan)
+        self._stage("answers for fine-tuning", trajectory_stage(plan, "training"))
+        prepare_trajectories(plan, "training", self.target)
+        (variant,), (seed,) = plan.variants, plan.seeds
+        self._stage("fine-tuning", variant_stage(plan, variant, seed), plan.finetune.steps)
+        prepare_variant(plan, variant, seed)
+
+    def _stage(self, name: str, stage: Stage, steps: int | None = None) -> None:
+        """Say what comes next, and from where."""
+        if stage.done:
+            self.say(f"{name}: done before")
+            return
+        state = stage.folder / "run" / "state.pt"
+        shards = len(list(stage.folder.glob("shard-?????")))
+        if steps is not None and state.exists():
+            try:
+                step = torch.load(state, weights_only=True)["step"]
+            except Exception:  # training itself says what is wrong with it
+                step = 0
+            self.say(f"{name}: resuming at step {step} of {steps}")
+        elif shards:
+            self.say(f"{name}: resuming after {shards} stored parts")
+        else:
+            self.say(f"{name} ...")
+
+    def evaluate(self, plan: Plan) -> None:
+        """Score the start drafter and ours as it will be saved, look at its branches, time it."""
+        (variant,), (seed,) = plan.variants, plan.seeds
+        precision = getattr(torch, plan.finetune.precision)
+        texts = {setting: list(prepare_trajectories(plan, setting, self.target)) for setting in plan.data.settings}
+        calibration = calibration_ids(plan)
+        self.say("evaluation ...")
+        start = open_drafter(prepare_pretrained(plan), self.target)
+        ours = open_drafter(variant_stage(plan, variant, seed).folder, self.target)
+        # As it is saved.
+        ours = ours.to(torch.bfloat16).float()
+        scores = pd.concat(
+            [
+                score_proposals(start, texts, START, proposals=("greedy_branch",), precision=precision),
+                score_proposals(ours, texts, OURS, category_temperatures=plan.category_temperatures, precision=precision),
+            ],
+            ignore_index=True,
+        )
+        table = accepted_lengths(at_calibrated_temperature(scores, calibration))
+        self.accepted = table
+        if variant.K > 1:
+            self.health = {
+                setting: drafter_health(ours, rows[:HEALTH_TRAJECTORIES], precision) for setting, rows in texts.items()
+            }
+        timed = self._timed(plan)
+        self.speed = decoding_speed(self.target, ours, timed, temperatures(table), plan.data.evaluation_tokens)
+        self.drafter = ours
+
+    def _timed(self, plan: Plan) -> list[list[int]]:
+        calibration = calibration_ids(plan)
+        rows = [p for p in evaluation_prompts(plan, self.target) if p.prompt_id not in calibration]
+        return [list(prompt.ids) for prompt in rows[:: max(1, len(rows) // TIMED_PROMPTS)][:TIMED_PROMPTS]]
+
+    # -- what comes out -----------------------------------------------------------------------
+
+    def write(self, plan: Plan, request: Request, out: Path) -> None:
+        """Weights, report and prompt hashes in ``out``, which appears whole or not at all."""
+        drafter, table = self.drafter, self.accepted
+        costs = self._costs(plan)
+        config = drafter.config
+        config.remember(self.target)
+        config.category_temperatures = temperatures(table)
+        config.recipe = {"plan": asdict(replace(plan, diagnosis=type(plan.diagnosis)())), "hours": request.hours}
+        record = {
+            "request": asdict(request),
+            "plan": asdict(plan),
+            "costs": costs.to_dict("records"),
+            "accepted_lengths": json.loads(table.to_json(orient="records")),
+        }
+        scratch = out.with_name(out.name + ".part")
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            drafter.save(scratch, _plain(record), dtype=torch.bfloat16)
+            used = {"training": open_own(plan.data.prompts, "training"), "calibration": self._calibrating(plan)}
+            hashes = {name: sorted({prompt_hash(p.ids) for p in rows}) for name, rows in used.items()}
+            (scratch / "prompts.json").write_text(json.dumps(hashes, indent=0), encoding="utf-8")
+            self._report(plan, request, costs, scratch)
+            os.replace(scratch, out)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+    def _report(self, plan: Plan, request: Request, costs: pd.DataFrame, folder: Path) -> None:
+        mask = plan.drafter.mask_token_id
+        word = self.target.tokenizer.convert_ids_to_tokens(mask)
+        prompts = request.prompts if request.train_prompts is None else f"{request.prompts}, {request.train_prompts} for training"
+        write_report(
+            folder,
+            name=request.target,
+            accepted=self.accepted,
+            health=self.health,
+            speed=self.speed,
+            costs=costs,
+            starts=self.starts(),
+            histories=self._histories(plan),
+            configuration=configuration_in_words(plan, f"{mask} ({word or 'a row that no token uses'})", prompts),
+        )
+
+    def starts(self) -> int:
+        """How many times this run was started."""
+        return json.loads((self.folder / "seconds.json").read_text())["starts"]
+
+    def _calibrating(self, plan: Plan) -> list:
+        chosen = calibration_ids(plan)
+        return [prompt for prompt in evaluation_prompts(plan, self.target) if prompt.prompt_id in chosen]
+
+    def _histories(self, plan: Plan) -> dict[str, list[dict]]:
+        (variant,), (seed,) = plan.variants, plan.seeds
+        stages = {"pre-training": pretrain_stage(plan), "fine-tuning": variant_stage(plan, variant, seed)}
+        return {name: json.loads((stage.folder / "history.json").read_text()) for name, stage in stages.items()}
+
+    def _costs(self, plan: Plan) -> pd.DataFrame:
+        (variant,), (seed,) = plan.variants, plan.seeds
+        rows = []
+        for row in _samples(plan, self.target):
+            stored = prepare_trajectories(row["plan"], row["split"], self.target)
+            rows.append(_cost(row["what"], trajectory_stage(row["plan"], row["split"]), tokens=sum(stored.response_lengths())))
+        if plan.drafter.pretrained_here:
+            rows.append(_cost("pre-training", pretrain_stage(plan), anchors=plan.pretrain.steps * plan.pretrain.blocks_per_step))
+        anchors = plan.finetune.steps * plan.finetune.blocks_per_step
+        rows.append(_cost("fine-tuning", variant_stage(plan, variant, seed), anchors=anchors))
+        table = pd.DataFrame(rows)
+        spent = json.loads((self.folder / "seconds.json").read_text())
+        total = {"what": "all", "tokens": table.tokens.sum(), "anchors": table.anchors.sum(), "disk": table.disk.sum()}
+        total |= {"minutes": spent["seconds"] / 60}
+        return pd.concat([table, pd.DataFrame([total])], ignore_index=True)
+
+
+def _cost(what: str, stage: Stage, tokens: int = 0, anchors: int = 0) -> dict:
+    """Costs of one finished stage; its minutes are those of its last start."""
+    disk = sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
+    return {"what": what, "tokens": tokens, "anchors": anchors, "disk": disk, "minutes": stage.record()["seconds"] / 60}
+
+
+def _plain(value):
+    """JSON-like, without NaN, which JSON does not have."""
+    if isinstance(value, dict):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and value != value else value
+
+
+def prompt_hash(ids: tuple[int, ...]) -> str:
+    """Short hash of a prompt's token ids, by which a drafter remembers what it was trained on."""
+    return digest(list(ids))
+
+
+def temperatures(table: pd.DataFrame) -> dict[str, float]:
+    """Calibrated Z_T by setting, of our drafter's greedy branches."""
+    rows = table[(table.drafter == OURS) & (table.proposal == "greedy_branch") & table.category_temperature.notna()]
+    return {setting: float(part.category_temperature.iloc[0]) for setting, part in rows.groupby("setting", sort=False)}
+
+
+def _samples(plan: Plan, target: Target) -> list[dict]:
+    """Every set of answers of a plan: what it is for, how many, and its expected size."""
+    count = len(evaluation_prompts(plan, target))
+    wide = token_bytes(target.model.config.hidden_size, len(plan.drafter.taps))
+    width = {split: _mean_length(open_own(plan.data.prompts, split)) for split in ("evaluation", "training")}
+    rows = [
+        {"what": f"answers, evaluation, {setting}", "plan": plan, "split": setting, "answers": count, "width": width["evaluation"]}
+        for setting in plan.data.settings
+    ]
+    sets = [("fine-tuning", plan)]
+    if plan.drafter.pretrained_here:
+        sets.insert(0, ("pre-training", on_pretraining_data(plan)))
+    for name, one in sets:
+        answers = one.data.training_prompts
+        rows.append({"what": f"answers, {name}", "plan": one, "split": "training", "answers": answers, "width": width["training"]})
+    for row in rows:
+        row["tokens"] = row["answers"] * plan.data.training_tokens
+        row["bytes"] = wide * (row["tokens"] + row["answers"] * row["width"])
+    return rows
+
+
+def _mean_length(prompts: list) -> float:
+    return sum(len(prompt.ids) for prompt in prompts) / max(1, len(prompts))
+
+
+def forecast(plan: Plan, target: Target, speeds: Speeds) -> pd.DataFrame:
+    """What every stage will take: tokens at most, anchors, disk, memory and time."""
+    config = target.model.config
+    memory = check_memory(plan, config, plan.data.training_tokens)
+    sampling, training = memory.target + memory.sampling, memory.target + memory.drafter + memory.training
+    rows = []
+    samples = _samples(plan, target)
+    for row in samples:
+        line = {"stage": row["what"], "tokens": f"{row['tokens']:,}", "anchors": "", "disk": size(row["bytes"])}
+        rows.append(line | {"memory": size(sampling), "minutes": row["tokens"] * speeds.token / 60})
+    trainings = [("fine-tuning", plan.finetune, speeds.finetuning)]
+    if plan.drafter.pretrained_here:
+        trainings.insert(0, ("pre-training", plan.pretrain, speeds.pretraining))
+    for name, one, step in trainings:
+        anchors = one.steps * one.blocks_per_step
+        line = {"stage": f"{name}, {one.steps} steps", "tokens": "", "anchors": f"{anchors:,}", "disk": ""}
+        rows.append(line | {"memory": size(training), "minutes": one.steps * step / 60})
+    scored = sum(row["tokens"] for row in samples if row["split"] != "training")
+    line = {"stage": "evaluation", "tokens": "", "anchors": "", "disk": "", "memory": size(training)}
+    rows.append(line | {"minutes": 3 * scored * speeds.scoring / 60})
+    total = {"stage": f"all ({size(free_memory())} of memory free)", "tokens": "", "anchors": "", "memory": ""}
+    total |= {"disk": size(sum(row["bytes"] for row in samples)), "minutes": sum(row["minutes"] for row in rows)}
+    table = pd.DataFrame([*rows, total])
+    table["minutes"] = table.minutes.map("{:.1f}".format)
+    return table
+
+
+def decoding_speed(
+    target: Target, drafter: DBlastDrafter, prompts: list[list[int]], chosen: dict[str, float], tokens: int, seed: int = 0
+) -> pd.DataFrame:
+    """Tokens per second of decoding with the drafter and without, one prompt at a time, by setting.
+
+    Returns:
+        ``setting, drafted, plain, ratio, accepted_length, prompts``.
+    """
+    drafter, tokens = for_decoding(drafter, target), min(tokens, TIMED_TOKENS)
+    rows = []
+    for name, settings in SETTINGS.items():
+        temperature = chosen.get(name, 1.0)
+        count = passes = 0
+        seconds = plain_seconds = 0.0
+        for number, ids in enumerate([prompts[0], *prompts]):
+            rng = torch.Generator(device=target.device).manual_seed(seed + number)
+            begin = time.perf_counter()
+            result = generate(
+                target, drafter, [ids], settings, max_new_tokens=tokens, category_temperature=temperature, generator=rng
+            )
+            spent = time.perf_counter() - begin
+            plain = plain_speed(target, ids, settings, tokens, seed + number)
+            if number == 0:  # the first warms up
+                continue
+            new = len(result.tokens[0])
+            count, passes = count + new, passes + result.passes
+            seconds, plain_seconds = seconds + spent, plain_seconds + new / plain
+        drafted, plain = count / seconds, count / plain_seconds
+        rows.append(
+            {
+                "setting": name,
+                "drafted": drafted,
+                "plain": plain,
+                "ratio": drafted / plain,
+                "accepted_length": (count - passes) / passes,
+                "prompts": len(prompts),
+            }
+        )
+    return pd.DataFrame(rows)
