@@ -1,5 +1,5 @@
-"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce | report |
-check-results``.
+"""Command line: ``python -m dblast fetch | profiles | drafter | evaluate | pretrain | train | generate | reproduce |
+report | check-results``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dblast.errors import DBlastError
+from dblast.reproduction import own_commands
 
 if TYPE_CHECKING:
     from dblast.reproduction.plans import Plan
@@ -46,6 +47,9 @@ def profiles() -> None:
         labels = ", ".join(plan.label for plan in profile.plans)
         time = f"about {profile.minutes:.0f} min on two cores" if profile.minutes else "not measured here"
         typer.echo(f"{profile.name:10s} {labels:20s} {time}")
+
+
+own_commands.register(app)
 
 
 # Options that `train` and `pretrain` share.

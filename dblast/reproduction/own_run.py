@@ -21,6 +21,7 @@ from dblast.errors import DBlastError
 from dblast.reproduction.branch_health import drafter_health
 from dblast.reproduction.budget import Sizes, Speeds, choose_sizes, measure, with_sizes
 from dblast.reproduction.demo import plain_speed
+from dblast.reproduction.evaluate import USED_PROMPTS, prompt_hash
 from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_temperature, score_proposals
 from dblast.reproduction.experiments import (
     for_decoding,
@@ -241,7 +242,7 @@ class Work:
             drafter.save(scratch, _plain(record), dtype=torch.bfloat16)
             used = {"training": open_own(plan.data.prompts, "training"), "calibration": self._calibrating(plan)}
             hashes = {name: sorted({prompt_hash(p.ids) for p in rows}) for name, rows in used.items()}
-            (scratch / "prompts.json").write_text(json.dumps(hashes, indent=0), encoding="utf-8")
+            (scratch / USED_PROMPTS).write_text(json.dumps(hashes, indent=0), encoding="utf-8")
             self._report(plan, request, costs, scratch)
             os.replace(scratch, out)
         except BaseException:
@@ -309,11 +310,6 @@ def _plain(value):
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and value != value else value
-
-
-def prompt_hash(ids: tuple[int, ...]) -> str:
-    """Short hash of a prompt's token ids, by which a drafter remembers what it was trained on."""
-    return digest(list(ids))
 
 
 def temperatures(table: pd.DataFrame) -> dict[str, float]:

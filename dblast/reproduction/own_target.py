@@ -87,10 +87,16 @@ def check_request(request: Request, out: Path) -> None:
     check_target_name(request.target)
     if request.start is not None and request.start not in STARTS:
         check_model_name(request.start, f"--start takes a drafter's folder or id, or {', '.join(STARTS)}", prefix="--start: ")
-    for option, source in (("--prompts", request.prompts), ("--train-prompts", request.train_prompts)):
-        if source is not None and source != "bundled" and ":" not in source and not Path(source).is_file():
-            raise DBlastError(f"{option}: no such file {source!r}; give a JSONL file or owner/name:column")
+    check_prompt_source("--prompts", request.prompts)
+    if request.train_prompts is not None:
+        check_prompt_source("--train-prompts", request.train_prompts)
     check_cache()
+
+
+def check_prompt_source(option: str, source: str) -> None:
+    """Refuse prompts that are neither a file nor look like a data set's column."""
+    if source != "bundled" and ":" not in source and not Path(source).is_file():
+        raise DBlastError(f"{option}: no such file {source!r}; give a JSONL file, owner/name:column or bundled")
 
 
 # -- what the target decides -----------------------------------------------------------------------
