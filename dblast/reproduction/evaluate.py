@@ -21,7 +21,7 @@ from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_tempe
 from dblast.reproduction.evaluation_plots import evaluation_figure
 from dblast.reproduction.experiments import default_device, prepare_trajectories
 from dblast.reproduction.own_target import check_fits, load_drafter_config
-from dblast.reproduction.plans import DataConfig, DrafterConfig, Plan
+from dblast.reproduction.plans import CATEGORY_TEMPERATURES, DataConfig, DrafterConfig, Plan
 from dblast.reproduction.profiles import SMOLLM2
 from dblast.reproduction.prompts import own
 from dblast.reproduction.prompts.plan import calibration_ids
@@ -82,10 +82,16 @@ def evaluate_drafter(
     check_memory(plan, target.model.config, width)
     drafter = DBlastDrafter.load(name, dtype=torch.float32).to(target.device).attach(target)
     texts = {setting: list(prepare_trajectories(plan, setting, target)) for setting in settings}
+    known = config.category_temperatures or {}
     scores = score_proposals(
-        drafter, texts, Path(name).name or name, proposals=proposals, precision=getattr(torch, plan.finetune.precision)
+        drafter,
+        texts,
+        Path(name).name or name,
+        proposals=proposals,
+        category_temperatures=sorted({*CATEGORY_TEMPERATURES, *known.values()}),
+        precision=getattr(torch, plan.finetune.precision),
     )
-    table = accepted_lengths(at_calibrated_temperature(scores, calibration_ids(plan), config.category_temperatures))
+    table = accepted_lengths(at_calibrated_temperature(scores, calibration_ids(plan), known))
     say(readable(table).to_string(index=False))
     say("accepted draft tokens per target pass, without the pass's own token: mean ± standard error [95 % interval]")
     if csv is not None:
