@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,10 +86,24 @@ def tap_features(hidden_states: tuple[Tensor, ...], taps: list[int]) -> Tensor:
     return torch.cat([hidden_states[tap + 1] for tap in taps], dim=-1)
 
 
+#: Files hashed by this process: path to what identified the file then, and its SHA-256.
+_HASHED: dict[Path, tuple[tuple[int, ...], str]] = {}
+
+
 def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal."""
+    """SHA-256 of a file, hexadecimal; read once per process for as long as its size and times stay the same."""
+    path = Path(path).absolute()
+    before = path.stat()
+    identity = (before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino)
+    known = _HASHED.get(path)
+    if known and known[0] == identity:
+        return known[1]
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    # A file as young as this may change once more without its time moving on.
+    if abs(time.time_ns() - before.st_mtime_ns) > 2_000_000_000:
+        _HASHED[path] = (identity, found)
+    return found
 
 
 def _download_wheel(folder: Path) -> Path:

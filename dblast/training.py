@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 import os
@@ -11,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from dblast.backbone import DBlastConfig
@@ -19,7 +22,7 @@ from dblast.errors import ArtefactError, DBlastError
 from dblast.losses import AL_CONSTRUCTIONS, get_loss
 from dblast.show import progress
 from dblast.targets import Target
-from dblast.trajectories import AnchorBatch, Trajectory, pack
+from dblast.trajectories import AnchorBatch, Trajectory, TrajectorySet, pack
 
 
 def new_drafter(config: DBlastConfig, target: Target, seed: int) -> DBlastDrafter:
@@ -122,6 +125,15 @@ class AnchorSampler:
         self.block_length, self.sequences, self.anchors = block_length, sequences, anchors
         self.generator, self.with_support = generator, with_support
         self._order: list[int] = []
+        if isinstance(trajectories, TrajectorySet):
+            lengths = trajectories.response_lengths()
+        else:
+            lengths = [len(trajectory.response_ids) for trajectory in trajectories]
+        #: Trajectories that have an anchor.
+        self._usable = [i for i, length in enumerate(lengths) if length]
+        if not self._usable:
+            what = f"all {len(lengths)} responses are empty" if lengths else "there are no trajectories"
+            raise DBlastError(f"nothing to train on: {what}; sample some with sample_trajectories")
 
     def state(self) -> dict:
         return {"order": list(self._order), "generator": self.generator.get_state()}
@@ -132,7 +144,8 @@ class AnchorSampler:
 
     def next(self) -> AnchorBatch:
         while len(self._order) < self.sequences:
-            self._order += torch.randperm(len(self.trajectories), generator=self.generator).tolist()
+            shuffled = torch.randperm(len(self._usable), generator=self.generator).tolist()
+            self._order += [self._usable[i] for i in shuffled]
         chosen, self._order = self._order[: self.sequences], self._order[self.sequences :]
         trajectories = [self.trajectories[i] for i in chosen]
         anchors = []
@@ -241,6 +254,19 @@ def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
     os.replace(scratch, path)
 
 
+def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _state_digest(header: str, tensors: dict[str, torch.Tensor]) -> str:
+    """SHA-256 over a checkpoint's header and tensors, which safetensors itself does not keep."""
+    found = hashlib.sha256(header.encode())
+    for name in sorted(tensors):
+        found.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        found.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def make_optimizers(drafter: DBlastDrafter, config: TrainingConfig) -> list[torch.optim.Optimizer]:
     """The run's optimisers; each group remembers its peak rate as ``peak``."""
     parameters = list(drafter.parameters())
@@ -299,45 +325,59 @@ class Trainer:
         self.step += 1
         return loss.item()
 
-    def save(self, path: Path) -> None:
-        """Store everything a later run needs to go on as if it had never stopped."""
-        state = {
-            "config": json.dumps(dataclasses.asdict(self.config), sort_keys=True),
-            "step": self.step,
-            "model": self.drafter.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "sampler": self.sampler.state(),
-            "history": self.history,
-            "recent": self.recent,
-        }
-        _write_atomically(path, lambda scratch: torch.save(state, scratch))
+    def save(self, path: Path, key: str = "") -> None:
+        """Store everything a later run needs to go on as if it had never stopped: safetensors with a JSON header."""
+        tensors = {f"model.{name}": value for name, value in self.drafter.state_dict().items()}
+        for number, optimizer in enumerate(self.optimizers):
+            for index, entries in optimizer.state_dict()["state"].items():
+                tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in entries.items()}
+        order, generator = self.sampler.state().values()
+        tensors |= {"sampler.order": torch.tensor(order, dtype=torch.long), "sampler.generator": generator}
+        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+        header = {"config": dataclasses.asdict(self.config), "key": key, "step": self.step}
+        header |= {"history": self.history, "recent": self.recent}
+        text = json.dumps(header)
+        # One entry: of several, safetensors does not keep the order.
+        metadata = {"state": f"{_state_digest(text, tensors)} {text}"}
+        _write_atomically(path, lambda scratch: save_file(tensors, scratch, metadata))
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path, key: str = "") -> None:
         """Restore :meth:`save`'s state.
 
         Raises:
-            ArtefactError: the file is damaged or belongs to another configuration or drafter.
+            ArtefactError: the file is damaged or belongs to another configuration, drafter or ``key``.
         """
         try:
-            state = torch.load(path, weights_only=True)
-        except Exception as error:  # torch raises many kinds for a cut-off file
+            with safe_open(path, "pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                stated, text = file.metadata()["state"].split(" ", 1)
+            header = json.loads(text)
+        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
             raise ArtefactError(f"checkpoint {path} is damaged ({type(error).__name__}); delete it and rerun") from error
-        ours = json.dumps(dataclasses.asdict(self.config), sort_keys=True)
-        if not isinstance(state, dict) or state.get("config") != ours:
+        if _state_digest(text, tensors) != stated:
+            raise ArtefactError(f"checkpoint {path} is damaged (another checksum); delete it and rerun")
+        if header["config"] != dataclasses.asdict(self.config):
             raise ArtefactError(f"checkpoint {path} belongs to another training configuration; use another folder")
+        if header["key"] != key:
+            raise ArtefactError(f"checkpoint {path} belongs to another run; delete it and rerun")
         try:
-            self.drafter.load_state_dict(state["model"])
+            self.drafter.load_state_dict(_below("model.", tensors))
         except RuntimeError as error:
             raise ArtefactError(f"checkpoint {path} is of a drafter of another shape; use another folder") from error
-        for optimizer, stored in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(stored)
-        self.sampler.load_state(state["sampler"])
-        self.step, self.history, self.recent = state["step"], state["history"], state["recent"]
+        for number, optimizer in enumerate(self.optimizers):
+            state: dict[int, dict] = {}
+            for name, value in _below(f"optimizer.{number}.", tensors).items():
+                index, entry = name.split(".", 1)
+                state.setdefault(int(index), {})[entry] = value
+            # Groups follow from the configuration.
+            optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+        self.sampler.load_state({"order": tensors["sampler.order"].tolist(), "generator": tensors["sampler.generator"]})
+        self.step, self.history, self.recent = header["step"], header["history"], header["recent"]
 
     def record(self, evaluate: Callable[[DBlastDrafter], dict] | None) -> None:
         """Add a point to the history."""
         mean = sum(self.recent) / len(self.recent) if self.recent else float("nan")
-        # Plain numbers: NumPy's would be stored as objects, which loading a checkpoint refuses.
+        # Plain numbers: NumPy's are no JSON.
         measured = {name: float(value) for name, value in (evaluate(self.drafter) if evaluate else {}).items()}
         self.history.append({"step": self.step, "loss": mean, **measured})
         self.recent = []
@@ -353,8 +393,9 @@ def train(
     evaluate: Callable[[DBlastDrafter], dict] | None = None,
     stop_after: int | None = None,
     description: str = "training",
+    key: str = "",
 ) -> list[dict]:
-    """Train in place; resumes from ``folder/state.pt`` if it is there.
+    """Train in place; resumes from ``folder/state.safetensors`` if it is there.
 
     Args:
         drafter: attached to its target.
@@ -364,15 +405,19 @@ def train(
         evaluate: called every ``evaluate_every`` steps and at both ends; its
             entries join that point of the history.
         stop_after: stop (and store) after this many steps in all, to be resumed later.
+        key: what tells this run from others of the same configuration; a state of another one is refused.
 
     Returns:
         The history: dicts with ``step``, ``loss`` (mean since the last point) and what ``evaluate`` gave.
+
+    Raises:
+        DBlastError: no trajectory has a response token, or the state in ``folder`` cannot be used.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    state = folder / "state.pt"
     trainer = Trainer(drafter, trajectories, config, loss)
+    folder.mkdir(parents=True, exist_ok=True)
+    state = folder / "state.safetensors"
     if state.exists():
-        trainer.load(state)
+        trainer.load(state, key)
     last = config.steps if stop_after is None else min(stop_after, config.steps)
 
     if not trainer.history:
@@ -386,7 +431,7 @@ def train(
             if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
                 trainer.record(evaluate)
             if trainer.step % config.checkpoint_every == 0 and trainer.step < last:
-                trainer.save(state)
-    trainer.save(state)
+                trainer.save(state, key)
+    trainer.save(state, key)
     drafter.eval()
     return trainer.history

@@ -11,9 +11,6 @@ killed run goes on at the next shard and ends with the same bytes.
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +23,7 @@ from transformers import StaticCache
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
+from dblast.shards import Shards
 from dblast.show import progress, quiet_loading
 from dblast.targets import Target, last_position, tap_features
 
@@ -219,11 +217,8 @@ def _save_shard(rows: list[Trajectory], folder: Path) -> None:
         "features": [row.features.view(torch.int16).numpy().ravel() for row in rows],
         "feature_width": [row.features.shape[1] for row in rows],
     }
-    scratch = folder.with_suffix(".part")
-    shutil.rmtree(scratch, ignore_errors=True)
     with quiet_loading():
-        Dataset.from_dict(columns).save_to_disk(scratch)
-    os.replace(scratch, folder)
+        Dataset.from_dict(columns).save_to_disk(folder)
 
 
 def shard_generator(seed: int, shard: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -243,18 +238,25 @@ def sample_trajectories(
     seed: int,
     batch_size: int = 64,
     description: str = "sampling",
+    key: str = "",
 ) -> TrajectorySet:
-    """Sample a response to every prompt into ``folder``; continues where a killed run stopped.
+    """Sample a response to every prompt into ``folder``, batched by length; continues where a killed run stopped.
 
-    Progress shows tokens per second. Prompts are batched by length.
+    A folder begun with other arguments is refused; ``key`` is what they do not tell, such as a hash of the target.
+
+    Raises:
+        DBlastError: no prompts; the folder holds damaged shards, or another run's.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    if not prompts:
+        raise DBlastError("there are no prompts to sample responses to")
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    made_by = [key, settings, max_new_tokens, list(taps), seed, batch_size, list(prompts)]
+    shards = Shards(folder, made_by, shards=len(batches), rows=len(prompts))
     with progress(len(prompts) * max_new_tokens, description, unit="token") as bar:
         for index, batch in enumerate(batches):
             shard = folder / f"shard-{index:05d}"
-            if not shard.exists():
+            if not shards.has(shard):
                 rows = sample_batch(
                     target,
                     [prompts[i] for i in batch],
@@ -263,9 +265,8 @@ def sample_trajectories(
                     taps=taps,
                     generator=shard_generator(seed, index, target.device),
                 )
-                _save_shard(rows, shard)
+                shards.add(shard, lambda path, rows=rows: _save_shard(rows, path))
             bar.update(len(batch) * max_new_tokens)
-    (folder / "shards.json").write_text(json.dumps({"shards": len(batches), "rows": len(prompts)}))
     return TrajectorySet(folder)
 
 
@@ -273,21 +274,21 @@ class TrajectorySet:
     """Read access to stored trajectories, memory-mapped; ``set[i]`` is a :class:`Trajectory`.
 
     Raises:
-        ArtefactError: shards are missing or unreadable.
+        ArtefactError: shards are missing or damaged.
     """
 
     def __init__(self, folder: Path):
         from datasets import concatenate_datasets, load_from_disk
 
         self.folder = Path(folder)
+        stored = Shards(self.folder)
         try:
-            record = json.loads((self.folder / "shards.json").read_text())
-            shards = [load_from_disk(self.folder / f"shard-{i:05d}") for i in range(record["shards"])]
+            shards = [load_from_disk(path) for path in stored.paths("shard-{:05d}")]
+            self._data = concatenate_datasets(shards).with_format("arrow")
+            if len(self._data) != stored.record["rows"]:
+                raise ArtefactError(f"{len(self._data)} rows, expected {stored.record['rows']}")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtefactError(f"trajectories in {folder} are missing or damaged ({error}); delete it and rerun") from None
-        self._data = concatenate_datasets(shards).with_format("arrow")
-        if len(self._data) != record["rows"]:
-            raise ArtefactError(f"trajectories in {folder}: {len(self._data)} rows, expected {record['rows']}; delete it")
 
     def __len__(self) -> int:
         return len(self._data)

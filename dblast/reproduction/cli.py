@@ -1,5 +1,5 @@
 """Command line: ``python -m dblast fetch | profiles | drafter | evaluate | pretrain | train | generate | reproduce |
-report | check-results``.
+report | check-results | cache``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dblast.errors import DBlastError
+from dblast.errors import DBlastError, storage_reason
 from dblast.reproduction import own_commands
 
 if TYPE_CHECKING:
@@ -297,6 +297,50 @@ def check_results(
     raise typer.Exit(run(profile, fresh=fresh, compare_only=compare_only))
 
 
+@app.command()
+def cache(
+    check: Annotated[bool, typer.Option("--check", help="Compare every file with its record (exit status 1 if any is damaged).")] = False,
+    clean: Annotated[bool, typer.Option("--clean", help="Delete what is unfinished, damaged or outdated; with --yes.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Really delete.")] = False,
+) -> None:
+    """List what the cache holds: kind, key, size, date and state; outdated is what other code made and nothing finds."""
+    import time
+
+    from dblast.reproduction.stages import check_all, list_stages
+    from dblast.reproduction.stages import clean as remove
+    from dblast.targets import cache_folder
+
+    stages = list_stages()
+    for stored in stages:
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(stored.changed))
+        typer.echo(f"{stored.kind:14s} {stored.key}  {_bytes(stored.size):>9s}  {date}  {stored.state}")
+    typer.echo(f"{len(stages)} artefacts, {_bytes(sum(stored.size for stored in stages))}, in {cache_folder()}")
+    if check:
+        problems = [problem for _, problem in check_all() if problem]
+        for problem in problems:
+            typer.secho(problem, fg=typer.colors.RED)
+        typer.echo(f"checked: {len(problems) or 'none'} damaged")
+        if problems:
+            raise typer.Exit(1)
+    if clean:
+        useless = [stored for stored in stages if stored.state != "finished"]
+        gone = remove(useless) if yes else useless
+        done = "deleted" if yes else "would be deleted; add --yes to do it"
+        typer.echo(f"{len(gone)} artefacts, {_bytes(sum(stored.size for stored in gone))}: {done}")
+        if len(gone) < len(useless):
+            typer.echo(f"{len(useless) - len(gone)} left alone: another process is at work on them")
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            break
+        size /= 1000
+    else:
+        unit = "GB"
+    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+
+
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit status 2."""
     try:
@@ -311,6 +355,10 @@ def main() -> None:
     except typer.Abort:
         sys.exit(130)
     except Exception as error:
+        if reason := storage_reason(error):
+            what = getattr(error, "filename", None) or "a file"
+            typer.secho(f"dblast: {what} cannot be written: {reason}", fg=typer.colors.RED, err=True)
+            sys.exit(2)
         # Click's own usage errors know how to show themselves.
         if hasattr(error, "show") and hasattr(error, "exit_code"):
             error.show()

@@ -153,6 +153,8 @@ def _with_interval(row: pd.Series, name: str) -> str:
 def readable(table: pd.DataFrame) -> pd.DataFrame:
     """The table as text: value ± standard error [95 % interval]."""
     shown = table[["setting", "task", "drafter", "K", "proposal"]].copy()
+    # Without category heads there is one block, as with one category.
+    shown["K"] = table.K.clip(lower=1)
     shown["proposal"] = table.proposal.str.replace("_", " ")
     shown["Z_T"] = [f"{value:g}" if np.isfinite(value) else "" for value in table.category_temperature]
     for name in ("in_loop", "per_anchor"):

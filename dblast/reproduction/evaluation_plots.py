@@ -38,6 +38,7 @@ def evaluation_figure(table: pd.DataFrame) -> Figure:
                 panel.errorbar(places, rows.in_loop, yerr=bars, fmt="none", ecolor="black", elinewidth=0.8)
             panel.set_xticks(range(len(tasks)), tasks, rotation=20 if len(tasks) > 3 else 0)
             panel.set_title(setting)
+        panels[0].set_ylim(bottom=0)
         panels[0].set_ylabel("accepted length in the loop\n(tokens per target pass)")
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)))

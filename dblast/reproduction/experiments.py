@@ -11,6 +11,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -24,13 +25,14 @@ from dblast.errors import DBlastError
 from dblast.replay import score
 from dblast.reproduction.branch_health import drafter_health
 from dblast.reproduction.checkpoints import shipped_drafter
+from dblast.reproduction.identity import check_commit, model_identity
 from dblast.reproduction.initialise import start_drafter
 from dblast.reproduction.language import synthetic
 from dblast.reproduction.language.tiny import train_tiny_target
 from dblast.reproduction.plans import Plan, Variant
 from dblast.reproduction.progress import silence_worker
 from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts, prompt_spec, training_prompt_ids
-from dblast.reproduction.stages import Stage
+from dblast.reproduction.stages import RUN, Stage
 from dblast.sampling import get_setting
 from dblast.show import progress, quiet_loading
 from dblast.targets import Target, load_target, sha256_file, wrap_target
@@ -56,7 +58,7 @@ def target_stage(plan: Plan) -> Stage | None:
     return Stage("tiny-target", {"tiny": asdict(plan.tiny)}, prepare_target)
 
 
-def prepare_target(plan: Plan, fresh: bool = False) -> Path | None:
+def prepare_target(plan: Plan) -> Path | None:
     """Train the tiny target if the plan needs one; returns its folder."""
     stage = target_stage(plan)
     if stage is None:
@@ -82,7 +84,7 @@ def prepare_target(plan: Plan, fresh: bool = False) -> Path | None:
         synthetic.tokenizer().save_pretrained(folder)
         (folder / "history.json").write_text(json.dumps(history))
 
-    return stage.run(compute, fresh)
+    return stage.run(compute)
 
 
 def open_target(plan: Plan) -> Target:
@@ -90,7 +92,9 @@ def open_target(plan: Plan) -> Target:
     if plan.target != "tiny":
         precision = getattr(torch, plan.precision)
         mask = plan.drafter.mask_token_id
-        return load_target(plan.target, dtype=precision, device=default_device(), mask_token_id=mask)
+        target = load_target(plan.target, dtype=precision, device=default_device(), mask_token_id=mask)
+        check_commit(plan.target, target.model.config)
+        return target
     folder = prepare_target(plan)
     with quiet_loading():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -114,7 +118,7 @@ def trajectory_stage(plan: Plan, split: str) -> Stage:
     training = split == "training"
     upstream = target_stage(plan)
     spec = {
-        "target": upstream.key if upstream else plan.target,
+        "target": upstream.key if upstream else model_identity(plan.target),
         "prompts": prompt_spec(plan.data, training),
         "taps": [plan.drafter.taps, plan.drafter.layers],
         "split": split,
@@ -124,7 +128,7 @@ def trajectory_stage(plan: Plan, split: str) -> Stage:
     return Stage("trajectories", spec, prepare_trajectories)
 
 
-def prepare_trajectories(plan: Plan, split: str, target: Target | None = None, fresh: bool = False) -> TrajectorySet:
+def prepare_trajectories(plan: Plan, split: str, target: Target | None = None) -> TrajectorySet:
     """Sample (or find) the trajectories of a split."""
     stage = trajectory_stage(plan, split)
 
@@ -144,9 +148,10 @@ def prepare_trajectories(plan: Plan, split: str, target: Target | None = None, f
             seed=plan.data.seed + (1_000_003 if training else 0),
             batch_size=plan.data.batch_size,
             description=f"{plan.label} {split} trajectories",
+            key=stage.key,
         )
 
-    return TrajectorySet(stage.run(compute, fresh))
+    return TrajectorySet(stage.run(compute))
 
 
 # -- drafters -----------------------------------------------------------------------------------
@@ -156,7 +161,9 @@ def pretrain_stage(plan: Plan) -> Stage:
     """The DFlash drafter all variants start from."""
     plan = on_pretraining_data(plan)
     if not plan.drafter.pretrained_here:
-        return Stage("pretrained", {"checkpoint": _given(plan), "drafter": asdict(plan.drafter)}, prepare_pretrained, _OTHER_LOSSES)
+        # Where it lies does not count.
+        spec = {"drafter": asdict(plan.drafter) | {"start": _given(plan)}}
+        return Stage("pretrained", spec, prepare_pretrained, _OTHER_LOSSES)
     spec = {
         "trajectories": trajectory_stage(plan, "training").key,
         "curve": trajectory_stage(plan, plan.data.training_setting).key,
@@ -167,13 +174,10 @@ def pretrain_stage(plan: Plan) -> Stage:
 
 
 def _given(plan: Plan) -> str | dict[str, str]:
-    """What determines a drafter that was trained elsewhere: its files, or its name on the hub."""
-    start = plan.drafter.start
-    if start == "shipped":
+    """What determines a drafter that was trained elsewhere."""
+    if plan.drafter.start == "shipped":
         return sha256_file(shipped_drafter(plan.target) / MANIFEST)
-    if not Path(start).is_dir():
-        return start
-    return {path.name: sha256_file(path) for path in sorted(Path(start).iterdir()) if path.suffix in (".json", ".safetensors", ".bin")}
+    return model_identity(plan.drafter.start)
 
 
 def on_pretraining_data(plan: Plan) -> Plan:
@@ -245,7 +249,7 @@ def training_curve(plan: Plan) -> Callable[[DBlastDrafter], dict]:
     return evaluate
 
 
-def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
+def prepare_pretrained(plan: Plan) -> Path:
     """Pre-train the DFlash drafter, without category heads: every variant adds its own, K = 1 included."""
     plan = on_pretraining_data(plan)
 
@@ -255,7 +259,9 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
             history = []
             if plan.drafter.start == "shipped":
                 history = json.loads((shipped_drafter(plan.target) / RECORD).read_text(encoding="utf-8"))["history"]
-            _finish(start_drafter(plan.drafter, target, [], taps(plan, target)), history, folder)
+            drafter = start_drafter(plan.drafter, target, [], taps(plan, target))
+            check_commit(plan.drafter.start, drafter.config)
+            _finish(drafter, history, folder)
             return
         stored = prepare_trajectories(plan, "training", target)
         drafter = start_drafter(plan.drafter, target, stored, taps(plan, target))
@@ -263,22 +269,23 @@ def prepare_pretrained(plan: Plan, fresh: bool = False) -> Path:
             drafter,
             _held(stored),
             plan.pretrain,
-            folder / "run",
+            folder / RUN,
             evaluate=training_curve(plan),
             description=f"{plan.label} pre-training",
+            key=stage.key,
         )
         _finish(drafter, history, folder)
 
     if plan.drafter.pretrained_here:
         prepare_trajectories(plan, plan.data.training_setting)
-    return pretrain_stage(plan).run(compute, fresh)
+    stage = pretrain_stage(plan)
+    return stage.run(compute)
 
 
 def _finish(drafter: DBlastDrafter, history: list[dict], folder: Path) -> None:
     with quiet_loading():
         drafter.save_pretrained(folder)
     (folder / "history.json").write_text(json.dumps(history))
-    (folder / "run" / "state.pt").unlink(missing_ok=True)
 
 
 def variant_stage(plan: Plan, variant: Variant, seed: int) -> Stage:
@@ -295,7 +302,7 @@ def variant_stage(plan: Plan, variant: Variant, seed: int) -> Stage:
     return Stage("variants", spec, prepare_variant, _OTHER_LOSSES)
 
 
-def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None = None, fresh: bool = False) -> Path:
+def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None = None) -> Path:
     """Fine-tune one variant from the pre-trained drafter and score it by replay.
 
     Args:
@@ -313,9 +320,10 @@ def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None
             drafter,
             _held(prepare_trajectories(plan, "training")),
             plan.finetune_config(variant, seed),
-            folder / "run",
+            folder / RUN,
             evaluate=training_curve(plan),
             description=name,
+            key=stage.key,
         )
         chosen = calibration_ids(plan)
         tables = []
@@ -334,7 +342,8 @@ def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None
         scores.to_parquet(folder / "scores.parquet")
         _finish(drafter, history, folder)
 
-    return variant_stage(plan, variant, seed).run(compute, fresh)
+    stage = variant_stage(plan, variant, seed)
+    return stage.run(compute)
 
 
 def prepare_variants(plan: Plan) -> None:
@@ -365,6 +374,11 @@ def prepare_variants(plan: Plan) -> None:
                 for future in as_completed(futures):
                     future.result()
                     bar.update()
+            except BrokenProcessPool as error:
+                raise DBlastError(
+                    "a worker process was ended from outside, most likely for want of memory; run the same command "
+                    "again to go on, with more memory or on fewer cores"
+                ) from error
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise

@@ -16,10 +16,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 PACKAGE = "dblast"
-#: What is reached but determines no result: bars and messages, the bookkeeping of stages, and plans,
-#: whose values are in every stage's description.
-IGNORED = tuple(f"{PACKAGE}.{name}" for name in ("errors", "show", "reproduction.plans", "reproduction.profiles",
-                                                 "reproduction.progress", "reproduction.stages"))  # fmt: skip
+#: What is reached but determines no result: bars and messages, the bookkeeping of stages and shards, and plans and
+#: identities, whose values are in every stage's description.
+IGNORED = tuple(f"{PACKAGE}.{name}" for name in ("errors", "shards", "show", "reproduction.identity", "reproduction.plans",
+                                                 "reproduction.profiles", "reproduction.progress", "reproduction.stages"))  # fmt: skip
 
 
 class _Bare(ast.NodeTransformer):

@@ -122,8 +122,10 @@ def write_report(
             "Draft tokens accepted per target pass, without the pass's own token; ± one standard error over held-out prompts, "
             "then the 95 % interval. In the loop: of online decoding, which stands at a surprising place after every rejection; "
             "this is what decoding is sped up by. Per anchor: averaged over all places of the text alike, which is higher. "
-            "Both by replay of stored answers. Z_T, the temperature with which a branch is drawn, was chosen on other prompts.",
-            readable(accepted),
+            "Both by replay of stored answers. Z_T, the temperature with which a branch is drawn, was chosen on other prompts. "
+            "Greedy branch: a branch is drawn, and its likeliest tokens are the draft; soft: tokens are drawn inside the branch. "
+            "The start drafter is the one before fine-tuning, with one block (K = 1).",
+            readable(overall(accepted)),
             png(evaluation_figure(accepted)),
             "accepted_lengths.png",
         ),
@@ -149,6 +151,9 @@ def write_report(
                 _health(health),
             )
         )
+    if ALL in set(accepted.task):
+        tasks = readable(accepted[accepted.task != ALL])
+        parts.insert(1, _Part("Accepted length by task", "The same for every task on its own.", tasks))
     times = "once" if starts == 1 else f"{starts} times"
     parts += [
         _Part(
@@ -168,9 +173,14 @@ def write_report(
             (folder / part.file).write_bytes(part.figure)
 
 
+def overall(accepted: pd.DataFrame) -> pd.DataFrame:
+    """The rows over all tasks, or of the only one."""
+    return accepted[accepted.task == ALL] if ALL in set(accepted.task) else accepted
+
+
 def _introduction(accepted: pd.DataFrame, speed: pd.DataFrame) -> str:
     """What came out, in a sentence for every setting."""
-    rows = accepted[accepted.task == ALL] if ALL in set(accepted.task) else accepted
+    rows = overall(accepted)
     rows = rows[rows.proposal == "greedy_branch"]
     sentences = []
     for setting, part in rows.groupby("setting", sort=False):

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError, safe_open
 
 from dblast.decoding import generate
 from dblast.drafter import DBlastDrafter
@@ -47,7 +47,7 @@ from dblast.reproduction.requirements import (
     sole_writer,
     token_bytes,
 )
-from dblast.reproduction.stages import Stage, digest
+from dblast.reproduction.stages import RUN, Stage, write_json
 from dblast.sampling import SETTINGS
 from dblast.targets import Target, cache_folder
 
@@ -84,8 +84,9 @@ class Work:
 
     def __init__(self, prepared: Prepared, hours: float, say: Callable[[str], None]):
         self.target, self.bare, self.hours, self.say = prepared.target, prepared.plan, hours, say
-        self.folder = cache_folder() / "own" / digest(prepared.key)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.sizes = Stage("sizes", prepared.key)
+        self.seconds = cache_folder() / "minutes" / f"{self.sizes.key}.json"
+        self.seconds.parent.mkdir(parents=True, exist_ok=True)
         self.drafter: DBlastDrafter | None = None
         self.accepted = self.speed = pd.DataFrame()
         self.health: dict[str, dict[str, float]] = {}
@@ -94,17 +95,12 @@ class Work:
 
     @contextmanager
     def clock(self) -> Iterator[None]:
-        """Count seconds into ``seconds.json`` every few seconds, so that a killed start counts too."""
-        path, stop = self.folder / "seconds.json", threading.Event()
-        before = json.loads(path.read_text()) if path.exists() else {"seconds": 0.0, "starts": 0}
-        begin = time.monotonic()
+        """Count seconds every few seconds, so that a killed start counts too."""
+        stop, before, begin = threading.Event(), self.spent(), time.monotonic()
 
         def note() -> None:
-            scratch = path.with_suffix(".part")
-            scratch.write_text(
-                json.dumps({"seconds": before["seconds"] + time.monotonic() - begin, "starts": before["starts"] + 1})
-            )
-            os.replace(scratch, path)
+            spent = before["seconds"] + time.monotonic() - begin
+            write_json(self.seconds, {"seconds": spent, "starts": before["starts"] + 1})
 
         def count() -> None:
             while not stop.wait(5.0):
@@ -123,27 +119,31 @@ class Work:
 
     def sized_plan(self) -> Plan:
         """The plan with the sizes that this run was first started with, or with new ones; says what will happen."""
-        path = self.folder / "sizes.json"
-        if path.exists():
-            stored = json.loads(path.read_text())
-            sizes, speeds = Sizes(**stored["sizes"]), Speeds(**stored["speeds"])
-            self.say(f"going on with the sizes that were chosen when this run first started ({path})")
-        else:
-            self.say("measuring sampling and training for some seconds ...")
-            speeds = measure(self.bare, self.target)
-            need = token_bytes(self.target.model.config.hidden_size, len(self.bare.drafter.taps))
-            sizes = choose_sizes(self.bare, self.target, speeds, 3600 * self.hours, free_disk(self.folder), need)
-            self._check_disk(with_sizes(self.bare, sizes))
-            scratch = path.with_suffix(".part")
-            scratch.write_text(json.dumps({"sizes": asdict(sizes), "speeds": asdict(speeds)}, indent=1))
-            os.replace(scratch, path)
+        if self.sizes.done:
+            self.say("going on with the sizes that were chosen when this run first started")
+        stored = json.loads((self.sizes.run(self._choose_sizes) / "sizes.json").read_text(encoding="utf-8"))
+        sizes, speeds = Sizes(**stored["sizes"]), Speeds(**stored["speeds"])
         plan = with_sizes(self.bare, sizes)
         plan.check()
         self.say(forecast(plan, self.target, speeds).to_string(index=False))
         return plan
 
+    def _choose_sizes(self, folder: Path) -> None:
+        self.say("measuring sampling and training for some seconds ...")
+        speeds = measure(self.bare, self.target)
+        need = token_bytes(self.target.model.config.hidden_size, len(self.bare.drafter.taps))
+        sizes = choose_sizes(self.bare, self.target, speeds, 3600 * self.hours, free_disk(folder), need)
+        self._check_disk(with_sizes(self.bare, sizes))
+        write_json(folder / "sizes.json", {"sizes": asdict(sizes), "speeds": asdict(speeds)})
+
+    def spent(self) -> dict:
+        """Seconds of all starts of this run, and how many there were."""
+        if not self.seconds.exists():
+            return {"seconds": 0.0, "starts": 0}
+        return json.loads(self.seconds.read_text(encoding="utf-8"))
+
     def _check_disk(self, plan: Plan) -> None:
-        need, free = sum(row["bytes"] for row in _samples(plan, self.target)), free_disk(self.folder)
+        need, free = sum(row["bytes"] for row in _samples(plan, self.target)), free_disk(cache_folder())
         if need > free:
             raise DBlastError(
                 f"the text takes about {size(need)} of disk and {size(free)} are free; free some, set DBLAST_CACHE to a larger "
@@ -174,14 +174,10 @@ class Work:
         if stage.done:
             self.say(f"{name}: done before")
             return
-        state = stage.folder / "run" / "state.pt"
+        state = stage.folder / RUN / "state.safetensors"
         shards = len(list(stage.folder.glob("shard-?????")))
         if steps is not None and state.exists():
-            try:
-                step = torch.load(state, weights_only=True)["step"]
-            except Exception:  # training itself says what is wrong with it
-                step = 0
-            self.say(f"{name}: resuming at step {step} of {steps}")
+            self.say(f"{name}: resuming at step {stored_step(state)} of {steps}")
         elif shards:
             self.say(f"{name}: resuming after {shards} stored parts")
         else:
@@ -229,7 +225,8 @@ class Work:
         config = drafter.config
         config.remember(self.target)
         config.category_temperatures = temperatures(table)
-        config.recipe = {"plan": asdict(replace(plan, diagnosis=type(plan.diagnosis)())), "hours": request.hours}
+        config.recipe = {"start": plan.drafter.start, "variant": asdict(plan.variants[0]), "data": asdict(plan.data)}
+        config.recipe |= {"pretraining": asdict(plan.pretrain), "finetuning": asdict(plan.finetune), "hours": request.hours}
         record = {
             "request": asdict(request),
             "plan": asdict(plan),
@@ -260,14 +257,10 @@ class Work:
             health=self.health,
             speed=self.speed,
             costs=costs,
-            starts=self.starts(),
+            starts=self.spent()["starts"],
             histories=self._histories(plan),
             configuration=configuration_in_words(plan, f"{mask} ({word or 'a row that no token uses'})", prompts),
         )
-
-    def starts(self) -> int:
-        """How many times this run was started."""
-        return json.loads((self.folder / "seconds.json").read_text())["starts"]
 
     def _calibrating(self, plan: Plan) -> list:
         chosen = calibration_ids(plan)
@@ -289,10 +282,18 @@ class Work:
         anchors = plan.finetune.steps * plan.finetune.blocks_per_step
         rows.append(_cost("fine-tuning", variant_stage(plan, variant, seed), anchors=anchors))
         table = pd.DataFrame(rows)
-        spent = json.loads((self.folder / "seconds.json").read_text())
         total = {"what": "all", "tokens": table.tokens.sum(), "anchors": table.anchors.sum(), "disk": table.disk.sum()}
-        total |= {"minutes": spent["seconds"] / 60}
+        total |= {"minutes": self.spent()["seconds"] / 60}
         return pd.concat([table, pd.DataFrame([total])], ignore_index=True)
+
+
+def stored_step(state: Path) -> int:
+    """The step that a stored training state is of; 0 for one that cannot be read, which training itself refuses."""
+    try:
+        with safe_open(state, "pt") as file:
+            return int(json.loads(file.metadata()["state"].split(" ", 1)[1])["step"])
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError):
+        return 0
 
 
 def _cost(what: str, stage: Stage, tokens: int = 0, anchors: int = 0) -> dict:

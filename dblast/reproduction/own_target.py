@@ -323,7 +323,18 @@ def prepare(request: Request) -> Prepared:
     plan = replace(plan, data=replace(plan.data, prompts=name))
     longest = max(len(p.ids) for split in ("evaluation", "training") for p in open_own(name, split))
     check_memory(plan, config, longest + plan.data.training_tokens)
-    return Prepared(plan, target, notes, {"plan": asdict(plan), "hours": request.hours, "chat_options": target.chat_options})
+    return Prepared(plan, target, notes, _key(plan, request))
+
+
+def _key(plan: Plan, request: Request) -> dict:
+    """What a run's sizes belong to: target and start by their content, prompts by theirs, wherever they lie."""
+    from dblast.reproduction.identity import model_identity
+
+    values = asdict(plan) | {"target": model_identity(request.target), "label": ""}
+    values.pop("diagnosis")
+    if request.is_given and request.start != "shipped":
+        values["drafter"] |= {"start": model_identity(request.start)}
+    return {"plan": values, "hours": request.hours}
 
 
 def _checked(plan: Plan) -> Plan:

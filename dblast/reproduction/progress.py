@@ -8,6 +8,7 @@ processes are seen there and executed notebooks stay clean.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import threading
@@ -56,5 +57,14 @@ def relay(path: Path) -> Iterator[None]:
 
 
 def silence_worker() -> None:
-    """For worker processes: their bars would overwrite each other; the parent shows one for all."""
+    """For worker processes: their bars would overwrite each other, the parent shows one for all; and they end with it."""
     os.environ[VARIABLE] = os.devnull
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent cannot stop its workers, which would wait for their next job for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -15,6 +15,7 @@ from dblast.errors import DBlastError
 from dblast.reproduction.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS, use_empty_cache
 from dblast.reproduction.profiles import Profile, get_profile
 from dblast.reproduction.progress import relay
+from dblast.reproduction.stages import locked
 from dblast.targets import fetch_smollm2
 
 
@@ -84,11 +85,18 @@ def reproduce(
     expected = f"about {profile.minutes:.0f} minutes on two cores" if profile.minutes else "not measured yet"
     typer.secho(f"Reproducing profile {profile.name}: {len(paths)} notebooks, {expected}.", bold=True)
     typer.echo("Stages already in the cache are reused; a killed run goes on where it stopped.")
-    if fresh:
-        use_empty_cache(RUNS / profile.name / "cache")
     run = RUNS / profile.name
     run.mkdir(parents=True, exist_ok=True)
-    start = time.time()
+    # Two runs of a profile write the same notebooks, tables and figures: one after the other.
+    with locked(run / "run.lock", f"reproduces profile {profile.name}"):
+        if fresh:
+            use_empty_cache(run / "cache")
+        _execute(profile, paths, values)
+
+
+def _execute(profile: Profile, paths: list[Path], values: dict) -> None:
+    """Run notebooks one after the other and say what they made."""
+    run, start = RUNS / profile.name, time.time()
     with relay(run / "progress.log"):
         for path in paths:
             typer.secho(f"\n{path.name}", fg=typer.colors.CYAN)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from dblast.drafter import add_categories
-from dblast.errors import ArtefactError, DBlastError
+from dblast.errors import ArtefactError, DBlastError, storage_reason
 from dblast.reproduction.diagnosis.stages import collect_branches, collect_figure1, collect_oracle, collect_rejections
 from dblast.reproduction.experiments import (
     collect_scores,
@@ -37,7 +37,7 @@ from dblast.reproduction.latency import collect_latency
 from dblast.reproduction.online import collect_online
 from dblast.reproduction.paths import RESULTS, ROOT
 from dblast.reproduction.plans import Plan, Profile
-from dblast.reproduction.stages import digest
+from dblast.reproduction.stages import digest, locked, write_json
 from dblast.targets import sha256_file
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas")
@@ -166,7 +166,9 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
         raise DBlastError(f"unknown result table {name!r}; known tables: {', '.join(TABLES)}")
     path = results_folder(profile.name) / f"{label}-{name}.parquet"
     if path.exists() and not recompute:
-        entry = read_provenance(profile.name).get(path.name, {})
+        entry = read_provenance(profile.name).get(path.name)
+        if not isinstance(entry, dict):
+            raise ArtefactError(f"{path.name} of profile {profile.name!r} has no provenance; open it with recompute=True")
         if entry.get("sha256") != sha256_file(path):
             raise ArtefactError(f"{path.name} of profile {profile.name!r} is damaged; open it with recompute=True")
         if entry.get("plan") != plan_digest(plan, name):
@@ -176,11 +178,7 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
         return pd.read_parquet(path)
     start = time.monotonic()
     table = TABLES[name](plan)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".part")
-    table.to_parquet(scratch, index=False, compression="zstd")
-    os.replace(scratch, path)
-    _note(profile.name, path, plan, plan_digest(plan, name), time.monotonic() - start)
+    _keep(table, path, profile.name, plan, plan_digest(plan, name), time.monotonic() - start)
     return table
 
 
@@ -191,17 +189,25 @@ def open_tables(profile: Profile, name: str, recompute: bool = False) -> pd.Data
 
 
 def read_provenance(profile: str) -> dict:
-    """What made each kept file: plan hash and configuration, checksum, versions, revision, machine, wall time."""
+    """What made each kept file: plan hash and configuration, checksum, versions, revision, machine, wall time.
+
+    Raises:
+        ArtefactError: the file is damaged.
+    """
     path = results_folder(profile) / "provenance.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+    except (ValueError, TypeError) as error:
+        raise ArtefactError(
+            f"{path} is damaged ({type(error).__name__}); restore it with git, or delete it and run the profile again"
+        ) from None
 
 
-def _note(profile: str, path: Path, plan: Plan, made_by: str, seconds: float) -> None:
-    record = read_provenance(profile)
-    record[path.name] = {
+def _keep(table: pd.DataFrame, path: Path, profile: str, plan: Plan, made_by: str, seconds: float) -> None:
+    """Write a table and note where it comes from; runs that write at once do so one after the other."""
+    entry = {
         "plan": made_by,
         "configuration": asdict(plan),
-        "sha256": sha256_file(path),
         "seconds": round(seconds, 1),
         "date": time.strftime("%Y-%m-%d"),
         "git": git_revision(),
@@ -209,10 +215,20 @@ def _note(profile: str, path: Path, plan: Plan, made_by: str, seconds: float) ->
         "packages": {name: version(name) for name in PACKAGES},
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
     }
-    target = results_folder(profile) / "provenance.json"
-    scratch = target.with_suffix(".part")
-    scratch.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(scratch, target)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_name(".lock"), f"writes results of profile {profile}"):
+            # Before anything is replaced: what cannot be read cannot be added to.
+            record = read_provenance(profile)
+            scratch = path.with_suffix(".part")
+            table.to_parquet(scratch, index=False, compression="zstd")
+            record[path.name] = entry | {"sha256": sha256_file(scratch)}
+            os.replace(scratch, path)
+            write_json(path.with_name("provenance.json"), record)
+    except OSError as error:
+        if (reason := storage_reason(error)) is None:
+            raise
+        raise ArtefactError(f"{path} cannot be written: {reason}; make room, and run the same command again") from error
 
 
 def git_revision() -> str:

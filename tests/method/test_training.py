@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import runpy
 import shutil
@@ -10,7 +11,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+from dblast import training
 from dblast.training import AnchorSampler
 from dblast.trajectories import pack
 from dblast.backbone import DBlastConfig
@@ -22,6 +26,7 @@ from dblast.replay import score, trajectory_acceptance
 from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, train
 from tests.checks import one_line
 
+STATE = "state.safetensors"
 SMALL = TrainingConfig(steps=20, sequences=2, anchors=4, evaluate_every=6, checkpoint_every=4, learning_rate=3e-3)
 
 
@@ -220,8 +225,8 @@ def test_stopping_and_going_on_changes_nothing(llama, make_drafter, trajectories
     resumed = train(parts, trajectories, config, tmp_path / "parts", evaluate=evaluate)
     assert_same(whole.state_dict(), parts.state_dict())
     assert_same(history, resumed)
-    states = [torch.load(tmp_path / name / "state.pt", weights_only=True) for name in ("whole", "parts")]
-    assert_same(*states)
+    whole, parts = ((tmp_path / name / STATE).read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(llama, make_drafter, trajectories, tmp_path, monkeypatch):
@@ -238,7 +243,8 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(llama, make_drafter, traj
     with pytest.raises(KeyboardInterrupt):
         train(make_drafter(llama), trajectories, SMALL, tmp_path / "parts")
     monkeypatch.undo()
-    assert torch.load(tmp_path / "parts" / "state.pt", weights_only=True)["step"] == 8
+    with safe_open(tmp_path / "parts" / STATE, "pt") as file:
+        assert json.loads(file.metadata()["state"].split(" ", 1)[1])["step"] == 8
     parts = make_drafter(llama)
     assert_same(history, train(parts, trajectories, SMALL, tmp_path / "parts"))
     assert_same(whole.state_dict(), parts.state_dict())
@@ -269,7 +275,7 @@ def test_history_losses_are_means_since_the_last_point(llama, make_drafter, traj
 @pytest.mark.parametrize("size", [0, 100, 5_000])
 def test_damaged_checkpoint_is_refused(llama, make_drafter, trajectories, tmp_path, size):
     train(make_drafter(llama), trajectories, SMALL, tmp_path, stop_after=5)
-    state = tmp_path / "state.pt"
+    state = tmp_path / STATE
     state.write_bytes(state.read_bytes()[:size])
     with pytest.raises(ArtefactError) as error:
         train(make_drafter(llama), trajectories, SMALL, tmp_path)
@@ -277,10 +283,36 @@ def test_damaged_checkpoint_is_refused(llama, make_drafter, trajectories, tmp_pa
 
 
 def test_file_that_is_no_checkpoint_is_refused(llama, make_drafter, trajectories, tmp_path):
-    torch.save({"something": 1}, tmp_path / "state.pt")
+    save_file({"something": torch.ones(1)}, tmp_path / STATE)
     with pytest.raises(ArtefactError) as error:
         train(make_drafter(llama), trajectories, SMALL, tmp_path)
-    one_line(error, str(tmp_path / "state.pt"))
+    one_line(error, str(tmp_path / STATE))
+
+
+@pytest.mark.parametrize("place", [0.01, 0.3, 0.6, 0.999])
+def test_a_checkpoint_with_a_flipped_bit_is_refused(llama, make_drafter, trajectories, tmp_path, place):
+    train(make_drafter(llama), trajectories, SMALL, tmp_path, stop_after=5)
+    state = tmp_path / STATE
+    data = bytearray(state.read_bytes())
+    data[int(place * len(data))] ^= 1
+    state.write_bytes(data)
+    with pytest.raises(ArtefactError) as error:
+        train(make_drafter(llama), trajectories, SMALL, tmp_path)
+    one_line(error, "damaged", str(state), "delete")
+
+
+def test_checkpoint_of_another_run_is_refused(llama, make_drafter, trajectories, tmp_path):
+    train(make_drafter(llama), trajectories, SMALL, tmp_path, stop_after=5, key="this")
+    with pytest.raises(ArtefactError) as error:
+        train(make_drafter(llama), trajectories, SMALL, tmp_path, key="that")
+    one_line(error, "another run", str(tmp_path / STATE), "delete")
+
+
+def test_a_checkpoint_holds_tensors_and_json_alone(llama, make_drafter, trajectories, tmp_path):
+    """The parts that a run goes on from: weights, both moments and steps of the optimiser, order, generator, history."""
+    train(make_drafter(llama), trajectories, SMALL, tmp_path, stop_after=5)
+    names = set(load_file(tmp_path / STATE))
+    assert {"model.fc.weight", "optimizer.0.0.exp_avg", "optimizer.0.0.step", "sampler.order", "sampler.generator"} <= names
 
 
 @pytest.mark.parametrize("change", [{"seed": 1}, {"loss": "AL"}, {"steps": 30}, {"learning_rate": 1e-4}])
@@ -295,18 +327,18 @@ def test_checkpoint_of_another_drafter_is_refused(llama, make_drafter, trajector
     train(make_drafter(llama, num_categories=2), trajectories, SMALL, tmp_path, stop_after=5)
     with pytest.raises(ArtefactError) as error:
         train(make_drafter(llama, num_categories=4), trajectories, SMALL, tmp_path)
-    one_line(error, str(tmp_path / "state.pt"))
+    one_line(error, str(tmp_path / STATE))
 
 
 def test_a_kill_while_writing_keeps_the_earlier_checkpoint(llama, make_drafter, trajectories, tmp_path, monkeypatch):
     train(make_drafter(llama), trajectories, SMALL, tmp_path / "a", stop_after=4)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
 
-    def cut_off(state, path):
+    def cut_off(tensors, path, metadata):
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(torch, "save", cut_off)
+    monkeypatch.setattr(training, "save_file", cut_off)
     with pytest.raises(KeyboardInterrupt):
         train(make_drafter(llama), trajectories, SMALL, tmp_path / "b", stop_after=8)
     monkeypatch.undo()
@@ -314,6 +346,30 @@ def test_a_kill_while_writing_keeps_the_earlier_checkpoint(llama, make_drafter, 
     assert_same(
         train(first, trajectories, SMALL, tmp_path / "a"), train(second, trajectories, SMALL, tmp_path / "b")
     )
+    assert_same(first.state_dict(), second.state_dict())
+
+
+# -- nothing to train on -------------------------------------------------------------------------
+
+
+def emptied(trajectory):
+    return replace(trajectory, **{name: getattr(trajectory, name)[:0] for name in ("response_ids", "log_p", "support", "support_log_p")})
+
+
+@pytest.mark.parametrize("responses, words", [(0, "no trajectories"), (3, "all 3 responses are empty")])
+def test_no_data_is_refused(llama, make_drafter, trajectories, tmp_path, responses, words):
+    """It once went round and round for ever."""
+    with pytest.raises(DBlastError) as error:
+        train(make_drafter(llama), [emptied(t) for t in trajectories[:responses]], SMALL, tmp_path / "new")
+    one_line(error, "nothing to train on", words)
+    assert not (tmp_path / "new").exists()
+
+
+def test_empty_responses_are_left_out(llama, make_drafter, trajectories, tmp_path):
+    mixed = [emptied(trajectories[0]), *trajectories[1:3], emptied(trajectories[3]), trajectories[4]]
+    first, second = make_drafter(llama), make_drafter(llama)
+    train(first, mixed, SMALL, tmp_path / "a")
+    train(second, [mixed[i] for i in (1, 2, 4)], SMALL, tmp_path / "b")
     assert_same(first.state_dict(), second.state_dict())
 
 

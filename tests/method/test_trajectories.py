@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from dblast import trajectories as module
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
+from dblast.shards import Shards
 from dblast.targets import tap_features
 from dblast.trajectories import EncodedPrompt, TrajectorySet, sample_batch, sample_trajectories, shard_generator
 from tests.checks import one_line
@@ -177,6 +179,10 @@ def store(target, folder, *, seed=0, batch_size=2, prompts=PROMPTS):
     )
 
 
+def save(rows, folder) -> None:
+    Shards(folder, "test", shards=1, rows=len(rows)).add(folder / "shard-00000", lambda path: module._save_shard(rows, path))
+
+
 def assert_same_set(first: TrajectorySet, second: TrajectorySet) -> None:
     assert len(first) == len(second)
     for one, two in zip(first, second, strict=True):
@@ -185,8 +191,7 @@ def assert_same_set(first: TrajectorySet, second: TrajectorySet) -> None:
 
 def test_stored_trajectories_equal_the_sampled_ones(llama, tmp_path):
     rows = sample(llama)
-    module._save_shard(rows, tmp_path / "shard-00000")
-    (tmp_path / "shards.json").write_text(json.dumps({"shards": 1, "rows": len(rows)}))
+    save(rows, tmp_path)
     stored = TrajectorySet(tmp_path)
     for index, row in enumerate(rows):
         assert_equal(row, stored[index])
@@ -196,8 +201,7 @@ def test_stored_trajectories_equal_the_sampled_ones(llama, tmp_path):
 def test_features_keep_every_bit_pattern(make_trajectory, tmp_path):
     special = torch.tensor([[0.0, -0.0, 3e38, -3e38, 1e-38, float("inf")]] * 6).to(torch.bfloat16)
     row = replace(make_trajectory(prompt=3, response=4), features=special)
-    module._save_shard([row], tmp_path / "shard-00000")
-    (tmp_path / "shards.json").write_text(json.dumps({"shards": 1, "rows": 1}))
+    save([row], tmp_path)
     assert torch.equal(TrajectorySet(tmp_path)[0].features.view(torch.int16), special.view(torch.int16))
 
 
@@ -252,20 +256,27 @@ def test_a_killed_run_goes_on_at_the_next_shard(llama, tmp_path, monkeypatch):
     assert_same_set(whole, parts)
 
 
-def test_a_kill_while_a_shard_is_written_loses_only_that_shard(llama, tmp_path, monkeypatch):
+@pytest.mark.parametrize("moment", ["shard", "record"])
+def test_a_kill_while_a_shard_is_written_loses_only_that_shard(llama, tmp_path, monkeypatch, moment):
     whole = store(llama, tmp_path / "whole")
-    replace_ = module.os.replace
+    replace_ = Path.replace
 
     def killed(source, destination):
-        if str(destination).endswith("shard-00001"):
-            raise KeyboardInterrupt
+        # Before the shard is in its place, or between that and its mention in the record.
+        if str(destination).endswith("shard-00001" if moment == "shard" else "shards.json") and (
+            tmp_path / "parts" / "shard-00000"
+        ).exists():
+            if moment == "shard" or (tmp_path / "parts" / "shard-00001").exists():
+                raise KeyboardInterrupt
         return replace_(source, destination)
 
-    monkeypatch.setattr(module.os, "replace", killed)
+    monkeypatch.setattr(Path, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
         store(llama, tmp_path / "parts")
     monkeypatch.undo()
-    assert not (tmp_path / "parts" / "shard-00001").exists()
+    assert (tmp_path / "parts" / "shard-00001").exists() == (moment == "record")
+    with pytest.raises(ArtefactError):
+        TrajectorySet(tmp_path / "parts")
     assert_same_set(whole, store(llama, tmp_path / "parts"))
     assert not list((tmp_path / "parts").glob("*.part"))
 
@@ -315,7 +326,57 @@ def test_a_damaged_record_is_refused(llama, tmp_path, text):
 
 def test_a_record_with_another_row_count_is_refused(llama, tmp_path):
     store(llama, tmp_path)
-    (tmp_path / "shards.json").write_text(json.dumps({"shards": 2, "rows": 5}))
+    path = tmp_path / "shards.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rows": 5}))
     with pytest.raises(ArtefactError) as error:
         TrajectorySet(tmp_path)
     one_line(error, "4 rows", "5")
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_shard_with_a_flipped_bit_is_refused_by_name(llama, tmp_path, finished):
+    whole = store(llama, tmp_path / "whole")
+    store(llama, tmp_path / "parts")
+    shard = tmp_path / "parts" / "shard-00000"
+    flip(next(shard.glob("*.arrow")))
+    if not finished:
+        shutil.rmtree(tmp_path / "parts" / "shard-00001")
+    with pytest.raises(ArtefactError) as error:
+        TrajectorySet(tmp_path / "parts") if finished else store(llama, tmp_path / "parts")
+    one_line(error, str(shard), "delete")
+    shutil.rmtree(shard)
+    assert_same_set(whole, store(llama, tmp_path / "parts"))
+
+
+def test_a_shard_of_another_run_is_refused(llama, tmp_path):
+    store(llama, tmp_path / "a")
+    store(llama, tmp_path / "b", seed=1)
+    shutil.rmtree(tmp_path / "b" / "shard-00001")
+    shutil.copytree(tmp_path / "a" / "shard-00001", tmp_path / "b" / "shard-00001")
+    with pytest.raises(ArtefactError, match="shard-00001 is damaged"):
+        store(llama, tmp_path / "b", seed=1)
+
+
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"batch_size": 1}, {"key": "other"}, {"max_new_tokens": 7}, {"taps": [1]}, {"prompts": PROMPTS[:3]}]
+)
+def test_a_folder_begun_with_other_arguments_is_refused(llama, tmp_path, change):
+    settings = {"prompts": PROMPTS, "settings": WIDE, "folder": tmp_path, "max_new_tokens": 8, "taps": TAPS, "seed": 0}
+    sample_trajectories(llama, **settings, batch_size=2)
+    with pytest.raises(ArtefactError) as error:
+        sample_trajectories(llama, **{"batch_size": 2, **settings, **change})
+    one_line(error, str(tmp_path), "another run's")
+
+
+def test_no_prompts_are_refused(llama, tmp_path):
+    with pytest.raises(DBlastError) as error:
+        store(llama, tmp_path / "new", prompts=[])
+    one_line(error, "no prompts")
+    assert not (tmp_path / "new").exists()

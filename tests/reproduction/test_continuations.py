@@ -20,6 +20,7 @@ from dblast.reproduction.diagnosis.oracle import blocks_accepted, independent_ac
 from dblast.replay import expected_accepted
 from dblast.sampling import SamplingSettings
 from dblast.verifier import greedy_branch_acceptance
+from tests.checks import one_line
 from tests.helpers import all_blocks, assert_close, generator, random_target, sequence_probability, target_log_p
 
 SETTINGS = SamplingSettings(temperature=1.3, top_k=6, top_p=0.9)
@@ -127,20 +128,39 @@ def test_stored_continuations_keep_the_order_of_their_prefixes(llama, make_traje
 def test_a_killed_run_ends_with_the_same_numbers(llama, make_trajectory, tmp_path):
     _, whole = _store(llama, make_trajectory, tmp_path / "a")
     _store(llama, make_trajectory, tmp_path / "b")
-    for name in ("shard-00001.safetensors", "shards.json"):
-        (tmp_path / "b" / name).unlink()
+    (tmp_path / "b" / "shard-00001.safetensors").unlink()
     kept = (tmp_path / "b" / "shard-00000.safetensors").stat().st_mtime_ns
     _, again = _store(llama, make_trajectory, tmp_path / "b")
     assert (tmp_path / "b" / "shard-00000.safetensors").stat().st_mtime_ns == kept
     assert all(torch.equal(getattr(whole, name), getattr(again, name)) for name in vars(whole))
 
 
-def test_a_damaged_shard_is_refused(llama, make_trajectory, tmp_path):
+@pytest.mark.parametrize("finished", [True, False])
+@pytest.mark.parametrize("damage", ["cut off", "flipped"])
+def test_a_damaged_shard_is_refused_by_name(llama, make_trajectory, tmp_path, damage, finished):
     _store(llama, make_trajectory, tmp_path)
     path = tmp_path / "shard-00000.safetensors"
-    path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(ArtefactError, match="damaged"):
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data[:50] if damage == "cut off" else data)
+    with pytest.raises(ArtefactError) as error:
+        load_continuations(tmp_path) if finished else _store(llama, make_trajectory, tmp_path)
+    one_line(error, str(path), "damaged", "delete")
+
+
+def test_a_missing_shard_is_refused_by_name(llama, make_trajectory, tmp_path):
+    _store(llama, make_trajectory, tmp_path)
+    (tmp_path / "shard-00001.safetensors").unlink()
+    with pytest.raises(ArtefactError) as error:
         load_continuations(tmp_path)
+    one_line(error, str(tmp_path), "shard-00001.safetensors is missing", "delete")
+
+
+def test_a_folder_begun_with_other_places_is_refused(llama, make_trajectory, tmp_path):
+    _store(llama, make_trajectory, tmp_path)
+    with pytest.raises(ArtefactError) as error:
+        _store(llama, make_trajectory, tmp_path, count=4)
+    one_line(error, str(tmp_path), "another run's")
 
 
 # -- an enumerable target behind the estimates -----------------------------------------------------

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
+from typer.testing import CliRunner
 
-from dblast.reproduction import stages
+from dblast import targets
 from dblast.errors import ArtefactError
-from dblast.reproduction.stages import RECORD, Stage, digest
+from dblast.reproduction import stages
+from dblast.reproduction.cli import app
+from dblast.reproduction.stages import RECORD, RUN, Stage, check_all, clean, digest, list_stages
 from tests.checks import one_line
 
 
@@ -69,19 +76,6 @@ def test_another_kind_or_spec_is_another_artefact(work, other):
     assert Stage(*other).run(work) != folder and work.calls == 2
 
 
-def test_fresh_computes_again_from_nothing(work):
-    stage = Stage("kind", {})
-    (stage.run(work) / "stray.txt").write_text("left over")
-    folder = stage.run(work, fresh=True)
-    assert work.calls == 2 and not (folder / "stray.txt").exists()
-
-
-def test_fresh_repairs_a_damaged_artefact(work):
-    stage = Stage("kind", {})
-    (stage.run(work) / "a.txt").write_text("changed")
-    assert (stage.run(work, fresh=True) / "a.txt").read_text() == "alpha"
-
-
 def test_an_unfinished_folder_is_continued_in_place():
     stage = Stage("kind", {})
 
@@ -116,6 +110,80 @@ def test_a_kill_while_the_record_is_written_can_be_continued(work, monkeypatch):
     assert set(stage.record()["files"]) == {"a.txt", str(Path("inner", "b.txt"))}
 
 
+def test_what_only_a_resumed_run_needs_is_no_part_of_the_artefact(work):
+    stage = Stage("kind", {})
+
+    def compute(folder: Path) -> None:
+        work(folder)
+        (folder / RUN).mkdir()
+        (folder / RUN / "state").write_text("half way")
+        (folder / "b.part").write_text("a killed run's")
+        (folder / "c.part").mkdir()
+
+    folder = stage.run(compute)
+    assert sorted(path.name for path in folder.iterdir()) == ["a.txt", "inner", RECORD]
+    assert set(stage.record()["files"]) == {"a.txt", "inner/b.txt"}
+
+
+def test_the_lock_is_free_again_even_while_a_failure_is_looked_at(work):
+    stage = Stage("kind", {})
+
+    def failing(folder: Path) -> None:
+        raise KeyError("broken")
+
+    with pytest.raises(KeyError) as error:
+        stage.run(failing)
+    assert error.traceback  # which keeps every frame alive, and with it what the frames hold
+    with FileLock(stage.folder.with_suffix(".lock"), timeout=0):
+        pass
+    stage.run(work)
+
+
+# -- hashing -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Names of the files that were read to be hashed."""
+    names, digest_of = [], hashlib.file_digest
+
+    def counting(file, algorithm):
+        names.append(Path(file.name).name)
+        return digest_of(file, algorithm)
+
+    monkeypatch.setattr(targets.hashlib, "file_digest", counting)
+    return names
+
+
+def aged(path: Path) -> None:
+    """Make a file older than the moments in which a change might leave its time as it is."""
+    os.utime(path, (time.time() - 60,) * 2)
+
+
+def test_a_file_is_hashed_once_however_often_its_artefact_is_opened(work, hashed):
+    folder = Stage("kind", {}).run(work)
+    for name in ("a.txt", "inner/b.txt"):
+        aged(folder / name)
+    hashed.clear()
+    for _ in range(5):
+        Stage("kind", {}).run(work)
+    assert sorted(hashed) == ["a.txt", "b.txt"]
+
+
+@pytest.mark.parametrize("keep_time", [False, True])
+def test_a_changed_file_is_hashed_again_though_size_and_time_may_be_the_same(work, keep_time):
+    stage = Stage("kind", {})
+    path = stage.run(work) / "a.txt"
+    aged(path)
+    stage.check()
+    before = path.stat()
+    path.write_text("alphb")
+    if keep_time:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(ArtefactError, match="a.txt"):
+        stage.check()
+
+
 # -- refusing ------------------------------------------------------------------------------------
 
 
@@ -142,6 +210,27 @@ def test_an_unreadable_record_is_refused(work, text):
         stage.run(work)
     one_line(error, RECORD, "delete")
     assert work.calls == 1
+
+
+def test_the_record_of_another_artefact_is_refused(work):
+    one, other = Stage("kind", {"x": 1}), Stage("kind", {"x": 2})
+    one.run(work), other.run(work)
+    shutil.rmtree(other.folder)
+    shutil.copytree(one.folder, other.folder)
+    with pytest.raises(ArtefactError) as error:
+        other.run(work)
+    one_line(error, RECORD, one.key, "another artefact", f"delete {other.folder}")
+    assert work.calls == 2
+
+
+@pytest.mark.parametrize("change", [{"seconds": 1e9}, {"spec": {"x": 2}}, {"code": ["a.b"]}])
+def test_a_changed_record_is_refused(work, change):
+    stage = Stage("kind", {"x": 1})
+    path = stage.run(work) / RECORD
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ArtefactError) as error:
+        stage.run(work)
+    one_line(error, RECORD, "delete")
 
 
 def test_record_with_broken_encoding_is_refused(work):
@@ -198,3 +287,81 @@ def test_a_dataclass_spec_is_recorded_as_json(work):
 def test_the_record_is_valid_json_for_other_tools(work):
     stage = Stage("kind", {"config": Outer()})
     assert json.loads((stage.run(work) / RECORD).read_text(encoding="utf-8"))["kind"] == "kind"
+
+
+# -- the cache as a whole ----------------------------------------------------------------------------
+
+
+def states() -> dict[str, str]:
+    return {stored.key: stored.state for stored in list_stages()}
+
+
+@pytest.fixture
+def mixed(work, cache_folder):
+    """One artefact of every state; the outdated ones were made by code that is no more, or from such an artefact."""
+    made = {name: Stage("kind", {"x": name}, targets.sha256_file) for name in ("finished", "damaged", "old")}
+    for stage in made.values():
+        stage.run(work)
+    made["child"] = Stage("other", {"upstream": [{"old": made["old"].key}]})
+    made["child"].run(work)
+    made["grandchild"] = Stage("other", {"upstream": made["child"].key})
+    made["grandchild"].run(work)
+    path = made["old"].folder / RECORD
+    record = json.loads(path.read_text())
+    record["code"] = ["dblast.targets.gone"]
+    record.pop("digest")
+    path.write_text(json.dumps(record | {"digest": digest(record)}))
+    (made["damaged"].folder / "a.txt").write_text("changed")
+    made["unfinished"] = Stage("kind", {"x": "unfinished"})
+    made["unfinished"].folder.mkdir(parents=True)
+    (cache_folder / "targets" / "smollm2").mkdir(parents=True)
+    return made
+
+
+def test_the_cache_is_listed_with_sizes_and_states(mixed):
+    assert states() == {
+        mixed["finished"].key: "finished",
+        mixed["damaged"].key: "finished",  # that takes reading the files
+        mixed["old"].key: "outdated",
+        mixed["child"].key: "outdated",
+        mixed["grandchild"].key: "outdated",
+        mixed["unfinished"].key: "unfinished",
+    }
+    stored = next(stored for stored in list_stages() if stored.key == mixed["finished"].key)
+    assert stored.size == sum(p.stat().st_size for p in mixed["finished"].folder.rglob("*") if p.is_file())
+    assert (stored.kind, stored.folder) == ("kind", mixed["finished"].folder) and abs(stored.changed - time.time()) < 60
+
+
+def test_all_artefacts_are_checked(mixed):
+    found = {stored.key: problem for stored, problem in check_all()}
+    assert mixed["unfinished"].key not in found
+    assert found[mixed["finished"].key] is None
+    assert str(mixed["damaged"].folder / "a.txt") in found.pop(mixed["damaged"].key)
+    assert set(found.values()) == {None}
+
+
+def test_cleaning_leaves_what_another_process_works_on(mixed):
+    with FileLock(mixed["unfinished"].folder.with_suffix(".lock")):
+        gone = clean([stored for stored in list_stages() if stored.state != "finished"])
+    assert {stored.key for stored in gone} == {mixed[name].key for name in ("old", "child", "grandchild")}
+    assert set(states()) == {mixed[name].key for name in ("finished", "damaged", "unfinished")}
+
+
+def test_the_cache_command(mixed, cache_folder):
+    run = CliRunner().invoke
+    listed = run(app, ["cache"])
+    assert listed.exit_code == 0 and listed.output.count("outdated") == 3 and str(cache_folder) in listed.output
+    checked = run(app, ["cache", "--check"])
+    assert checked.exit_code == 1 and "a.txt is missing or damaged" in checked.output
+    asked = run(app, ["cache", "--clean"])
+    assert "4 artefacts" in asked.output and "--yes" in asked.output and len(states()) == 6
+    done = run(app, ["cache", "--clean", "--yes"])
+    assert done.exit_code == 0 and set(states()) == {mixed["finished"].key, mixed["damaged"].key}
+    assert not list(cache_folder.glob("*/*.lock")) or all(p.stem in states() for p in cache_folder.glob("*/*.lock"))
+    assert (cache_folder / "targets" / "smollm2").is_dir()
+
+
+def test_an_empty_cache_is_listed(cache_folder):
+    shutil.rmtree(cache_folder)
+    assert list_stages() == []
+    assert "0 artefacts" in CliRunner().invoke(app, ["cache"]).output

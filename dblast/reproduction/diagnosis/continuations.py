@@ -8,8 +8,6 @@ the next shard.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -22,6 +20,7 @@ from transformers import DynamicCache
 
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
+from dblast.shards import Shards
 from dblast.show import progress
 from dblast.targets import Target, attention_mask, last_position
 from dblast.trajectories import Trajectory, left_padded, shard_generator, widen_supports
@@ -175,14 +174,19 @@ def store_continuations(
     seed: int,
     rows_per_pass: int = 2048,
     description: str = "continuations",
+    key: str = "",
 ) -> Continuations:
     """Continue chosen truncation points into ``folder``; goes on where a killed run stopped.
 
     Args:
         row, emitted: (P,) from :func:`draw_prefixes`.
         rows_per_pass: continuations of one pass at most, P * M, but at least one prefix.
+        key: what else tells this run from others, such as a hash of the target.
+
+    Raises:
+        DBlastError: what :func:`sample_continuations` refuses; damaged shards in the folder, or those of a run with
+            other arguments.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     prefixes = [trajectories[r].tokens for r in row.tolist()]
     prompts = [len(trajectories[r].prompt_ids) for r in row.tolist()]
     length = [n + a for n, a in zip(prompts, emitted.tolist(), strict=True)]
@@ -193,10 +197,12 @@ def store_continuations(
         if not batches or (len(batches[-1]) + 1) * continuations > rows_per_pass:
             batches.append([])
         batches[-1].append(i)
+    made_by = [key, settings, continuations, block_length, seed, row.tolist(), [p.tolist() for p in prefixes], length]
+    shards = Shards(folder, made_by, shards=len(batches), prefixes=len(row))
     with progress(len(row) * continuations * block_length, description, unit="token") as bar:
         for index, batch in enumerate(batches):
             path = folder / f"shard-{index:05d}.safetensors"
-            if not path.exists():
+            if not shards.has(path):
                 made = sample_continuations(
                     target,
                     [prefixes[i][: length[i]] for i in batch],
@@ -206,11 +212,9 @@ def store_continuations(
                     generator=shard_generator(seed, index, target.device),
                 )
                 made |= {"row": row[batch], "emitted": emitted[batch], "order": torch.tensor(batch)}
-                scratch = path.with_suffix(".part")
-                save_file({name: value.contiguous() for name, value in made.items()}, scratch)
-                os.replace(scratch, path)
+                made = {name: value.contiguous() for name, value in made.items()}
+                shards.add(path, lambda path, made=made: save_file(made, path))
             bar.update(len(batch) * continuations * block_length)
-    (folder / "shards.json").write_text(json.dumps({"shards": len(batches), "prefixes": len(row)}))
     return load_continuations(folder)
 
 
@@ -220,14 +224,14 @@ def load_continuations(folder: Path) -> Continuations:
     Raises:
         ArtefactError: shards are missing or damaged.
     """
+    stored = Shards(folder)
     try:
-        record = json.loads((folder / "shards.json").read_text())
-        shards = [load_file(folder / f"shard-{i:05d}.safetensors") for i in range(record["shards"])]
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        shards = [load_file(path) for path in stored.paths("shard-{:05d}.safetensors")]
+        widen_supports(shards)
+        order = torch.cat([shard["order"] for shard in shards]).argsort()
+        if len(order) != stored.record["prefixes"]:
+            raise ArtefactError(f"{len(order)} prefixes, expected {stored.record['prefixes']}")
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ArtefactError(f"continuations in {folder} are missing or damaged ({error}); delete it and rerun") from None
-    widen_supports(shards)
-    order = torch.cat([shard["order"] for shard in shards]).argsort()
-    if len(order) != record["prefixes"]:
-        raise ArtefactError(f"continuations in {folder}: {len(order)} prefixes, expected {record['prefixes']}; delete it")
     names = [field.name for field in fields(Continuations)]
     return Continuations(**{name: torch.cat([shard[name] for shard in shards])[order] for name in names})

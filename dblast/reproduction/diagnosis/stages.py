@@ -68,6 +68,7 @@ def _continue(plan: Plan, upstream: Stage, rows: list[int], spec: dict, stored: 
             block_length=b,
             seed=spec["seed"],
             description=f"{plan.label} continuations",
+            key=stage.key,
         )
 
     return load_continuations(stage.run(compute))

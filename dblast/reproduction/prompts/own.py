@@ -8,9 +8,7 @@ changed file, chat template or chat option makes other trajectories.
 from __future__ import annotations
 
 import json
-import os
 import random
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from dblast.errors import ArtefactError
 from dblast.reproduction.prompts.sources import Prompt, PromptError, chat_messages, normalised, read_prompts
-from dblast.reproduction.stages import digest
+from dblast.reproduction.stages import Stage, digest
 from dblast.targets import cache_folder
 from dblast.trajectories import EncodedPrompt
 
@@ -216,17 +214,17 @@ def prompt_ids(prompt: Prompt, target: Target) -> list[int]:
 
 def keep(evaluation: Sequence[EncodedPrompt], training: Sequence[EncodedPrompt]) -> str:
     """Put encoded prompts into the cache; returns the name for ``DataConfig.prompts``."""
-    name = OWN + digest([[[p.prompt_id, p.task, list(p.ids)] for p in rows] for rows in (evaluation, training)])
-    for split, rows in (("evaluation", evaluation), ("training", training)):
-        path = own_file(name, split)
-        if path.exists():
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps({"id": p.prompt_id, "task": p.task, "ids": p.ids}) + "\n" for p in rows)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as scratch:
-            scratch.writelines(lines)
-        os.replace(scratch.name, path)
-    return name
+    splits = {"evaluation": evaluation, "training": training}
+    content = {name: [[p.prompt_id, p.task, list(p.ids)] for p in rows] for name, rows in splits.items()}
+    stage = Stage("prompts", {name: digest(rows) for name, rows in content.items()})
+
+    def write(folder: Path) -> None:
+        for name, rows in content.items():
+            lines = (json.dumps(dict(zip(("id", "task", "ids"), row, strict=True))) + "\n" for row in rows)
+            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    stage.run(write)
+    return OWN + stage.key
 
 
 def own_file(name: str, split: str) -> Path:

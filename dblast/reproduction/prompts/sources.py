@@ -177,30 +177,37 @@ def split_prompts(
     """Return (calibration, held out): disjoint, together all prompts, each in the given order.
 
     Each task gives ``calibration_fraction`` of its prompts, rounded, to the
-    calibration part, but always at least one to either part. Prompts are told
-    apart by id, so all samples of one prompt fall on the same side.
+    calibration part, but always at least one to either part. Prompts that a
+    target sees as one text (:func:`normalised` first turn, whatever the id or the
+    task) fall on the same side and count once, for the one with the first id.
 
     Raises:
         PromptError: a fraction not strictly between 0 and 1, no prompts, a
-            repeated id, or a task with fewer than two prompts.
+            repeated id, or a task with fewer than two prompts of its own.
     """
     if not 0.0 < calibration_fraction < 1.0:
         raise PromptError(f"calibration_fraction must lie strictly between 0 and 1, not {calibration_fraction}")
-    ids_by_task: dict[str, list[str]] = {}
-    for prompt in prompts:
-        ids_by_task.setdefault(prompt.task, []).append(prompt.id)
-    if not ids_by_task:
+    if not prompts:
         raise PromptError("there are no prompts to split")
     if len({prompt.id for prompt in prompts}) < len(prompts):
         raise PromptError("prompt ids are repeated; split prompts before sampling from them")
+    ids_by_task: dict[str, list[str]] = {prompt.task: [] for prompt in prompts}
+    same: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for prompt in sorted(prompts, key=lambda prompt: prompt.id):
+        # Prompts of the synthetic language have no text here, and are distinct.
+        text = normalised(prompt.turns[0]) if prompt.turns else f"\n{prompt.id}"
+        same[prompt.id] = first.setdefault(text, prompt.id)
+        if same[prompt.id] == prompt.id:
+            ids_by_task[prompt.task].append(prompt.id)
     chosen: set[str] = set()
     for task, ids in ids_by_task.items():
         if len(ids) < 2:
-            raise PromptError(f"task {task!r} has a single prompt; a split needs at least two")
+            raise PromptError(f"task {task!r} has {'a single' if ids else 'no'} prompt of its own; a split needs at least two")
         size = min(max(round(calibration_fraction * len(ids)), 1), len(ids) - 1)
-        chosen.update(random.Random(f"split-{seed}-{task}").sample(sorted(ids), size))
-    calibration = [prompt for prompt in prompts if prompt.id in chosen]
-    held_out = [prompt for prompt in prompts if prompt.id not in chosen]
+        chosen.update(random.Random(f"split-{seed}-{task}").sample(ids, size))
+    calibration = [prompt for prompt in prompts if same[prompt.id] in chosen]
+    held_out = [prompt for prompt in prompts if same[prompt.id] not in chosen]
     return calibration, held_out
 
 
