@@ -103,7 +103,9 @@ def measure(plan: Plan, target: Target, tokens: int = 32) -> Speeds:
     start = time.perf_counter()
     some = rows[:4]
     for proposal in PROPOSALS:
-        score(ours, some, plan.category_temperatures, proposal=proposal, precision=getattr(torch, plan.finetune.precision))
+        score(
+            ours, some, plan.category_temperatures, proposal=proposal, precision=getattr(torch, plan.finetune.precision)
+        )
     scoring = (time.perf_counter() - start) / sum(len(row.response_ids) for row in some)
     return Speeds(token, pretraining, finetuning, scoring, time.perf_counter() - begin)
 
@@ -127,7 +129,9 @@ def choose_sizes(plan: Plan, target: Target, speeds: Speeds, seconds: float, dis
         DBlastError: the time or the disk is too short for anything worth having.
     """
     data, left = plan.data, seconds - speeds.start
-    prompt = max(1, sum(len(p.ids) for p in evaluation_prompts(plan, target)) // max(1, len(evaluation_prompts(plan, target))))
+    prompt = max(
+        1, sum(len(p.ids) for p in evaluation_prompts(plan, target)) // max(1, len(evaluation_prompts(plan, target)))
+    )
     answer_bytes = token_bytes * (data.training_tokens + prompt)
     most = min(MOST_ANSWERS, int(DISK_SHARE * disk / answer_bytes))
     begin = PRETRAINING if plan.drafter.pretrained_here else 0.0
@@ -138,7 +142,13 @@ def choose_sizes(plan: Plan, target: Target, speeds: Speeds, seconds: float, dis
             begin * left, speeds, plan.pretrain, speeds.pretraining, data.training_tokens, PRETRAINING_ANCHORS, most
         )
     fine_answers, fine_steps = _training(
-        shares * left, speeds, plan.finetune, speeds.finetuning, data.training_tokens, FINETUNING_ANCHORS, max(1, most // 4)
+        shares * left,
+        speeds,
+        plan.finetune,
+        speeds.finetuning,
+        data.training_tokens,
+        FINETUNING_ANCHORS,
+        max(1, most // 4),
     )
     tasks = len({p.task for p in evaluation_prompts(plan, target)})
     # Sampled once for every setting; two drafters are scored, of training too.
@@ -146,12 +156,14 @@ def choose_sizes(plan: Plan, target: Target, speeds: Speeds, seconds: float, dis
     per_task = max(4, int(EVALUATION * left / per_prompt / tasks))
     if min(fine_steps, steps if begin else FEWEST_STEPS) < FEWEST_STEPS or fine_answers < FEWEST_ANSWERS:
         if fine_answers >= max(1, most // 4) or (begin and answers >= most):
-            raise DBlastError(f"the cache has room for {most} answers only; free some disk, or set DBLAST_CACHE to a larger one")
+            raise DBlastError(
+                f"the cache has room for {most} answers only; free some disk, or set DBLAST_CACHE to a larger one"
+            )
         need = speeds.start + left * FEWEST_STEPS / max(1, min(fine_steps, steps if begin else fine_steps))
         need = max(need, speeds.start + left * FEWEST_ANSWERS / max(1, fine_answers))
         raise DBlastError(
-            f"{seconds / 3600:g} hours are too short on this machine for {FEWEST_STEPS} steps and {FEWEST_ANSWERS} answers to "
-            f"train on; give at least --hours {max(1.2 * need, 60) / 3600:.2g}"
+            f"{seconds / 3600:g} hours are too short on this machine for {FEWEST_STEPS} steps and {FEWEST_ANSWERS} "
+            f"answers to train on; give at least --hours {max(1.2 * need, 60) / 3600:.2g}"
         )
     return Sizes(
         pretraining_answers=answers,

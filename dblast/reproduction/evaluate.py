@@ -125,11 +125,15 @@ def open_pair(
             shape = AutoConfig.from_pretrained(target_name)
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DBlastError(f"could not load target {target_name!r}: {reason}; give --target where it lies now") from None
+            raise DBlastError(
+                f"could not load target {target_name!r}: {reason}; give --target where it lies now"
+            ) from None
         check_fits(config, shape, name)
     mask = config.mask_token_id if mask_token_id is None else mask_token_id
     if mask != config.mask_token_id:
-        raise DBlastError(f"{name} was trained with mask token {config.mask_token_id}, not {mask}; leave --mask-token-id out")
+        raise DBlastError(
+            f"{name} was trained with mask token {config.mask_token_id}, not {mask}; leave --mask-token-id out"
+        )
     options = config.chat_options if chat_options is None else chat_options
     target = load_target(
         target_name, dtype=torch.bfloat16, device=default_device(), mask_token_id=mask, chat_options=options
@@ -177,7 +181,9 @@ def _without_used(name: str, prompts: list[EncodedPrompt], say: Callable[[str], 
     try:
         used = {one for hashes in json.loads(path.read_text(encoding="utf-8")).values() for one in hashes}
     except (ValueError, AttributeError, TypeError):
-        raise DBlastError(f"{path} is damaged; delete it if the prompts are other ones than the drafter's own") from None
+        raise DBlastError(
+            f"{path} is damaged; delete it if the prompts are other ones than the drafter's own"
+        ) from None
     left = [prompt for prompt in prompts if prompt_hash(prompt.ids) not in used]
     if len(left) < len(prompts):
         say(f"{len(prompts) - len(left)} of {len(prompts)} prompts trained or calibrated this drafter and are left out")

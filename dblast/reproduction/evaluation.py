@@ -123,8 +123,8 @@ def accepted_lengths(rows: pd.DataFrame) -> pd.DataFrame:
         rows: from :func:`at_calibrated_temperature`.
 
     Returns:
-        :data:`NAMES`, ``task, category_temperature, n``, then ``in_loop`` and ``per_anchor``, each with ``_error`` (standard
-        error over prompts), ``_low`` and ``_high`` (95 % interval).
+        :data:`NAMES`, ``task, category_temperature, n``, then ``in_loop`` and ``per_anchor``, each with ``_error``
+        (standard error over prompts), ``_low`` and ``_high`` (95 % interval).
     """
     rows = rows.assign(accepted=rows.emitted - rows.passes)
     table = []

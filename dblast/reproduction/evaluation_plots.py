@@ -34,7 +34,13 @@ def evaluation_figure(table: pd.DataFrame) -> Figure:
                 rows = table[chosen].set_index("task").reindex(tasks).reset_index()
                 places = [x + width * (i - (len(series) - 1) / 2) for x in range(len(tasks))]
                 bars = [side.fillna(0) for side in interval_bars(rows, "in_loop")]
-                panel.bar(places, rows.in_loop, width, color=_COLOURS[i % len(_COLOURS)], label=f"{drafter}, {proposal.replace('_', ' ')}")
+                panel.bar(
+                    places,
+                    rows.in_loop,
+                    width,
+                    color=_COLOURS[i % len(_COLOURS)],
+                    label=f"{drafter}, {proposal.replace('_', ' ')}",
+                )
                 panel.errorbar(places, rows.in_loop, yerr=bars, fmt="none", ecolor="black", elinewidth=0.8)
             panel.set_xticks(range(len(tasks)), tasks, rotation=20 if len(tasks) > 3 else 0)
             panel.set_title(setting)

@@ -11,13 +11,20 @@ from dblast.errors import DBlastError
 
 Prompts = Annotated[
     str,
-    typer.Option(help='Prompts: a JSONL file of {"turns": [...]} or {"prompt": "..."} lines, a data set as owner/name:column, or bundled.'),
+    typer.Option(
+        help='A JSONL file of {"turns": [...]} or {"prompt": "..."} lines, a data set as owner/name:column, or bundled.'
+    ),
 ]
 EnableThinking = Annotated[
-    bool | None, typer.Option("--enable-thinking/--no-enable-thinking", help="Of chat templates that know it (default: no).")
+    bool | None,
+    typer.Option("--enable-thinking/--no-enable-thinking", help="Of chat templates that know it (default: no)."),
 ]
-ChatOption = Annotated[list[str] | None, typer.Option("--chat-option", help="NAME=VALUE for the chat template; may be repeated.")]
-MaskTokenId = Annotated[int | None, typer.Option(help="Token of the draft slots, one that the target never writes (default: proposed).")]
+ChatOption = Annotated[
+    list[str] | None, typer.Option("--chat-option", help="NAME=VALUE for the chat template; may be repeated.")
+]
+MaskTokenId = Annotated[
+    int | None, typer.Option(help="Token of the draft slots, one that the target never writes (default: proposed).")
+]
 ResponseTokens = Annotated[int | None, typer.Option(help="Tokens of an answer at most (default: 128).")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 
@@ -27,17 +34,29 @@ def drafter(
     out: Annotated[Path, typer.Option(help="New folder for the drafter and its report.")],
     prompts: Prompts = "bundled",
     train_prompts: Annotated[
-        str | None, typer.Option(help="Prompts to train on, in the same forms (default: --prompts is split; bundled with bundled).")
+        str | None,
+        typer.Option(
+            help="Prompts to train on, in the same forms (default: --prompts is split; bundled with bundled)."
+        ),
     ] = None,
     hours: Annotated[float, typer.Option(help="Time to spend; sizes are chosen so that all of it fits.")] = 2.0,
     start: Annotated[
-        str | None, typer.Option(help="A DFlash checkpoint of this target (folder or id), or target, random, shipped (default: target).")
+        str | None,
+        typer.Option(
+            help="A DFlash checkpoint of this target (folder or id), or target, random, shipped (default: target)."
+        ),
     ] = None,
     categories: Annotated[int, typer.Option("--categories", "-K", help="Number of categories K.")] = 4,
     loss: Annotated[str, typer.Option(help="Loss of fine-tuning: NLL, AL, KD, LK, NLA or another of `train`.")] = "AL",
-    construction: Annotated[str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")] = "all_prefixes",
-    training_setting: Annotated[str, typer.Option(help="Sampling of the text for fine-tuning: high, medium or low determinism.")] = "low",
-    block_length: Annotated[int | None, typer.Option(help="Draft block length b (default: 7, or the start drafter's).")] = None,
+    construction: Annotated[
+        str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")
+    ] = "all_prefixes",
+    training_setting: Annotated[
+        str, typer.Option(help="Sampling of the text for fine-tuning: high, medium or low determinism.")
+    ] = "low",
+    block_length: Annotated[
+        int | None, typer.Option(help="Draft block length b (default: 7, or the start drafter's).")
+    ] = None,
     layers: Annotated[int | None, typer.Option(help="Draft layers (default: 3).")] = None,
     draft_vocabulary: Annotated[
         int | None, typer.Option(help="Tokens the drafter may propose, 0 for all (default: the 8192 most frequent).")
@@ -48,7 +67,7 @@ def drafter(
     chat_option: ChatOption = None,
     seed: Seed = 0,
 ) -> None:
-    """Make a drafter for your own target: sample, pre-train, fine-tune, evaluate, report. Kill it and rerun: it resumes."""
+    """Make a drafter for your own target: sample, pre-train, fine-tune, evaluate, report. Killed, it resumes."""
     from dblast.reproduction.own_target import Request, check_request, parse_chat_options
 
     request = Request(
@@ -77,11 +96,17 @@ def drafter(
 
 
 def evaluate(
-    drafter: Annotated[str, typer.Option(help="A drafter: a folder or a Hugging Face id; ours, or a DFlash checkpoint.")],
+    drafter: Annotated[
+        str, typer.Option(help="A drafter: a folder or a Hugging Face id; ours, or a DFlash checkpoint.")
+    ],
     prompts: Prompts = "bundled",
     target: Annotated[str | None, typer.Option(help="Its target (default: the one it remembers).")] = None,
-    proposal: Annotated[list[str] | None, typer.Option(help="greedy_branch or soft; may be repeated (default: both).")] = None,
-    setting: Annotated[list[str] | None, typer.Option(help="high, medium or low; may be repeated (default: all).")] = None,
+    proposal: Annotated[
+        list[str] | None, typer.Option(help="greedy_branch or soft; may be repeated (default: both).")
+    ] = None,
+    setting: Annotated[
+        list[str] | None, typer.Option(help="high, medium or low; may be repeated (default: all).")
+    ] = None,
     per_task: Annotated[int, typer.Option(help="Prompts of every task at most.")] = 48,
     response_tokens: ResponseTokens = None,
     mask_token_id: MaskTokenId = None,

@@ -21,7 +21,9 @@ HEALTH = {
     "blocks": "different blocks",
 }
 
-_ENVIRONMENT = jinja2.Environment(autoescape=False, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+_ENVIRONMENT = jinja2.Environment(
+    autoescape=False, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+)
 _MARKDOWN = _ENVIRONMENT.from_string("""# {{ title }}
 
 {{ introduction }}
@@ -40,7 +42,9 @@ _MARKDOWN = _ENVIRONMENT.from_string("""# {{ title }}
 {% endif %}
 {% endfor %}
 """)
-_HTML = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined).from_string(
+_HTML = jinja2.Environment(
+    autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+).from_string(
     """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -58,7 +62,8 @@ th,td{padding:.25rem .6rem;border-bottom:1px solid #d5d9dd;vertical-align:top;wh
 <section><h2>{{ part.title }}</h2>
 <p>{{ part.text }}</p>
 {% if part.table is not none %}
-<div class="scroll"><table class="{{ part.style }}"><thead><tr>{% for name in part.table.columns %}<th>{{ name }}</th>{% endfor %}</tr></thead>
+<div class="scroll"><table class="{{ part.style }}"><thead>
+<tr>{% for name in part.table.columns %}<th>{{ name }}</th>{% endfor %}</tr></thead>
 <tbody>
 {% for row in part.table.itertuples(index=False) %}
 <tr>{% for value in row %}<td>{{ value }}</td>{% endfor %}</tr>
@@ -78,7 +83,15 @@ th,td{padding:.25rem .6rem;border-bottom:1px solid #d5d9dd;vertical-align:top;wh
 class _Part:
     """A section: text, then a table or a figure or both."""
 
-    def __init__(self, title: str, text: str, table: pd.DataFrame | None = None, figure: bytes = b"", file: str = "", style: str = ""):
+    def __init__(
+        self,
+        title: str,
+        text: str,
+        table: pd.DataFrame | None = None,
+        figure: bytes = b"",
+        file: str = "",
+        style: str = "",
+    ):
         self.title, self.text, self.table, self.figure, self.file, self.style = title, text, table, figure, file, style
 
     @property
@@ -119,20 +132,21 @@ def write_report(
     parts = [
         _Part(
             "Accepted length",
-            "Draft tokens accepted per target pass, without the pass's own token; ± one standard error over held-out prompts, "
-            "then the 95 % interval. In the loop: of online decoding, which stands at a surprising place after every rejection; "
-            "this is what decoding is sped up by. Per anchor: averaged over all places of the text alike, which is higher. "
-            "Both by replay of stored answers. Z_T, the temperature with which a branch is drawn, was chosen on other prompts. "
-            "Greedy branch: a branch is drawn, and its likeliest tokens are the draft; soft: tokens are drawn inside the branch. "
-            "The start drafter is the one before fine-tuning, with one block (K = 1).",
+            "Draft tokens accepted per target pass, without the pass's own token; ± one standard error over held-out "
+            "prompts, then the 95 % interval. In the loop: of online decoding, which stands at a surprising place "
+            "after every rejection; this is what decoding is sped up by. Per anchor: averaged over all places of the "
+            "text alike, which is higher. Both by replay of stored answers. Z_T, the temperature with which a branch "
+            "is drawn, was chosen on other prompts. Greedy branch: a branch is drawn, and its likeliest tokens are the "
+            "draft; soft: tokens are drawn inside the branch. The start drafter is the one before fine-tuning, with "
+            "one block (K = 1).",
             readable(overall(accepted)),
             png(evaluation_figure(accepted)),
             "accepted_lengths.png",
         ),
         _Part(
             "Speed",
-            "Tokens per second of decoding one prompt at a time on this machine, with the drafter (greedy branch) and without it, "
-            "in the target's precision, after a warm-up.",
+            "Tokens per second of decoding one prompt at a time on this machine, with the drafter (greedy branch) and "
+            "without it, in the target's precision, after a warm-up.",
             _speed(speed),
         ),
         _Part(
@@ -146,8 +160,8 @@ def write_report(
         parts.append(
             _Part(
                 "Branches",
-                "Whether the branches differ and are used: numbers from 1 to K, means over all places of some answers, and the share "
-                "of blocks in which each branch is the likeliest.",
+                "Whether the branches differ and are used: numbers from 1 to K, means over all places of some answers, "
+                "and the share of blocks in which each branch is the likeliest.",
                 _health(health),
             )
         )
@@ -158,11 +172,17 @@ def write_report(
     parts += [
         _Part(
             "Cost",
-            f"The run was started {times}. The minutes of a stage are those of its last start; the last row counts all starts, with "
-            "loading, evaluation and timing. Text and states in between stay in the cache until they are deleted.",
+            f"The run was started {times}. The minutes of a stage are those of its last start; the last row counts all "
+            "starts, with loading, evaluation and timing. Text and states in between stay in the cache until they are "
+            "deleted.",
             _costs(costs),
         ),
-        _Part("Configuration", "What ran.", pd.DataFrame(list(configuration.items()), columns=["item", "value"]), style="wrapped"),
+        _Part(
+            "Configuration",
+            "What ran.",
+            pd.DataFrame(list(configuration.items()), columns=["item", "value"]),
+            style="wrapped",
+        ),
     ]
     page = {"title": f"A drafter for {name}", "introduction": _introduction(accepted, speed), "parts": parts}
     (folder / "report.html").write_text(_HTML.render(page), encoding="utf-8")
@@ -186,10 +206,13 @@ def _introduction(accepted: pd.DataFrame, speed: pd.DataFrame) -> str:
     for setting, part in rows.groupby("setting", sort=False):
         start, ours = part.in_loop.iloc[0], part.in_loop.iloc[-1]
         ratio = speed[speed.setting == setting].ratio.iloc[0]
-        sentences.append(f"{setting} determinism {ours:.2f} (start drafter {start:.2f}), {ratio:.2f} times the speed of plain decoding")
+        sentences.append(
+            f"{setting} determinism {ours:.2f} (start drafter {start:.2f}), {ratio:.2f} times the speed of plain "
+            "decoding"
+        )
     return (
-        f"Accepted length in the loop: {'; '.join(sentences)}. High, medium and low determinism are T = 0.7, top-p 0.8; T = 1, "
-        "top-p 0.95; T = 1.5, top-p 0.95, all with top-k 20."
+        f"Accepted length in the loop: {'; '.join(sentences)}. High, medium and low determinism are T = 0.7, top-p "
+        "0.8; T = 1, top-p 0.95; T = 1.5, top-p 0.95, all with top-k 20."
     )
 
 

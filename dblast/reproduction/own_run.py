@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 import time
@@ -15,16 +16,13 @@ import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dblast.decoding import generate
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.reproduction.branch_health import drafter_health
 from dblast.reproduction.budget import Sizes, Speeds, choose_sizes, measure, with_sizes
-from dblast.reproduction.demo import plain_speed
 from dblast.reproduction.evaluate import USED_PROMPTS, prompt_hash
 from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_temperature, score_proposals
 from dblast.reproduction.experiments import (
-    for_decoding,
     on_pretraining_data,
     open_drafter,
     prepare_pretrained,
@@ -34,25 +32,19 @@ from dblast.reproduction.experiments import (
     trajectory_stage,
     variant_stage,
 )
+from dblast.reproduction.own_costs import forecast, sample_sets, stage_cost
 from dblast.reproduction.own_report import configuration_in_words, write_report
+from dblast.reproduction.own_speed import decoding_speed
 from dblast.reproduction.own_target import Prepared, Request, check_request, prepare
 from dblast.reproduction.plans import Plan
 from dblast.reproduction.prompts.own import open_own
 from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
-from dblast.reproduction.requirements import (
-    check_memory,
-    free_disk,
-    free_memory,
-    size,
-    sole_writer,
-    token_bytes,
-)
+from dblast.reproduction.requirements import free_disk, size, sole_writer, token_bytes
 from dblast.reproduction.stages import RUN, Stage, write_json
-from dblast.sampling import SETTINGS
-from dblast.targets import Target, cache_folder
+from dblast.targets import cache_folder
 
-#: Prompts decoded at every setting to time it, and the tokens of each.
-TIMED_PROMPTS, TIMED_TOKENS = 4, 64
+#: Prompts decoded at every setting to time it.
+TIMED_PROMPTS = 4
 #: Trajectories on which the branches are looked at.
 HEALTH_TRAJECTORIES = 16
 OURS, START = "this drafter", "start drafter"
@@ -143,11 +135,11 @@ class Work:
         return json.loads(self.seconds.read_text(encoding="utf-8"))
 
     def _check_disk(self, plan: Plan) -> None:
-        need, free = sum(row["bytes"] for row in _samples(plan, self.target)), free_disk(cache_folder())
+        need, free = sum(row["bytes"] for row in sample_sets(plan, self.target)), free_disk(cache_folder())
         if need > free:
             raise DBlastError(
-                f"the text takes about {size(need)} of disk and {size(free)} are free; free some, set DBLAST_CACHE to a larger "
-                "disk, or lower --hours or --response-tokens"
+                f"the text takes about {size(need)} of disk and {size(free)} are free; free some, set DBLAST_CACHE to "
+                "a larger disk, or lower --hours or --response-tokens"
             )
 
     # -- work ---------------------------------------------------------------------------------
@@ -197,7 +189,9 @@ class Work:
         scores = pd.concat(
             [
                 score_proposals(start, texts, START, proposals=("greedy_branch",), precision=precision),
-                score_proposals(ours, texts, OURS, category_temperatures=plan.category_temperatures, precision=precision),
+                score_proposals(
+                    ours, texts, OURS, category_temperatures=plan.category_temperatures, precision=precision
+                ),
             ],
             ignore_index=True,
         )
@@ -226,7 +220,11 @@ class Work:
         config.remember(self.target)
         config.category_temperatures = temperatures(table)
         config.recipe = {"start": plan.drafter.start, "variant": asdict(plan.variants[0]), "data": asdict(plan.data)}
-        config.recipe |= {"pretraining": asdict(plan.pretrain), "finetuning": asdict(plan.finetune), "hours": request.hours}
+        config.recipe |= {
+            "pretraining": asdict(plan.pretrain),
+            "finetuning": asdict(plan.finetune),
+            "hours": request.hours,
+        }
         record = {
             "request": asdict(request),
             "plan": asdict(plan),
@@ -249,7 +247,11 @@ class Work:
     def _report(self, plan: Plan, request: Request, costs: pd.DataFrame, folder: Path) -> None:
         mask = plan.drafter.mask_token_id
         word = self.target.tokenizer.convert_ids_to_tokens(mask)
-        prompts = request.prompts if request.train_prompts is None else f"{request.prompts}, {request.train_prompts} for training"
+        prompts = (
+            request.prompts
+            if request.train_prompts is None
+            else f"{request.prompts}, {request.train_prompts} for training"
+        )
         write_report(
             folder,
             name=request.target,
@@ -274,13 +276,21 @@ class Work:
     def _costs(self, plan: Plan) -> pd.DataFrame:
         (variant,), (seed,) = plan.variants, plan.seeds
         rows = []
-        for row in _samples(plan, self.target):
+        for row in sample_sets(plan, self.target):
             stored = prepare_trajectories(row["plan"], row["split"], self.target)
-            rows.append(_cost(row["what"], trajectory_stage(row["plan"], row["split"]), tokens=sum(stored.response_lengths())))
+            rows.append(
+                stage_cost(
+                    row["what"], trajectory_stage(row["plan"], row["split"]), tokens=sum(stored.response_lengths())
+                )
+            )
         if plan.drafter.pretrained_here:
-            rows.append(_cost("pre-training", pretrain_stage(plan), anchors=plan.pretrain.steps * plan.pretrain.blocks_per_step))
+            rows.append(
+                stage_cost(
+                    "pre-training", pretrain_stage(plan), anchors=plan.pretrain.steps * plan.pretrain.blocks_per_step
+                )
+            )
         anchors = plan.finetune.steps * plan.finetune.blocks_per_step
-        rows.append(_cost("fine-tuning", variant_stage(plan, variant, seed), anchors=anchors))
+        rows.append(stage_cost("fine-tuning", variant_stage(plan, variant, seed), anchors=anchors))
         table = pd.DataFrame(rows)
         total = {"what": "all", "tokens": table.tokens.sum(), "anchors": table.anchors.sum(), "disk": table.disk.sum()}
         total |= {"minutes": self.spent()["seconds"] / 60}
@@ -294,12 +304,6 @@ def stored_step(state: Path) -> int:
             return int(json.loads(file.metadata()["state"].split(" ", 1)[1])["step"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError):
         return 0
-
-
-def _cost(what: str, stage: Stage, tokens: int = 0, anchors: int = 0) -> dict:
-    """Costs of one finished stage; its minutes are those of its last start."""
-    disk = sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
-    return {"what": what, "tokens": tokens, "anchors": anchors, "disk": disk, "minutes": stage.record()["seconds"] / 60}
 
 
 def _plain(value):
@@ -317,96 +321,3 @@ def temperatures(table: pd.DataFrame) -> dict[str, float]:
     """Calibrated Z_T by setting, of our drafter's greedy branches."""
     rows = table[(table.drafter == OURS) & (table.proposal == "greedy_branch") & table.category_temperature.notna()]
     return {setting: float(part.category_temperature.iloc[0]) for setting, part in rows.groupby("setting", sort=False)}
-
-
-def _samples(plan: Plan, target: Target) -> list[dict]:
-    """Every set of answers of a plan: what it is for, how many, and its expected size."""
-    count = len(evaluation_prompts(plan, target))
-    wide = token_bytes(target.model.config.hidden_size, len(plan.drafter.taps))
-    width = {split: _mean_length(open_own(plan.data.prompts, split)) for split in ("evaluation", "training")}
-    rows = [
-        {"what": f"answers, evaluation, {setting}", "plan": plan, "split": setting, "answers": count, "width": width["evaluation"]}
-        for setting in plan.data.settings
-    ]
-    sets = [("fine-tuning", plan)]
-    if plan.drafter.pretrained_here:
-        sets.insert(0, ("pre-training", on_pretraining_data(plan)))
-    for name, one in sets:
-        answers = one.data.training_prompts
-        rows.append({"what": f"answers, {name}", "plan": one, "split": "training", "answers": answers, "width": width["training"]})
-    for row in rows:
-        row["tokens"] = row["answers"] * plan.data.training_tokens
-        row["bytes"] = wide * (row["tokens"] + row["answers"] * row["width"])
-    return rows
-
-
-def _mean_length(prompts: list) -> float:
-    return sum(len(prompt.ids) for prompt in prompts) / max(1, len(prompts))
-
-
-def forecast(plan: Plan, target: Target, speeds: Speeds) -> pd.DataFrame:
-    """What every stage will take: tokens at most, anchors, disk, memory and time."""
-    config = target.model.config
-    memory = check_memory(plan, config, plan.data.training_tokens)
-    sampling, training = memory.target + memory.sampling, memory.target + memory.drafter + memory.training
-    rows = []
-    samples = _samples(plan, target)
-    for row in samples:
-        line = {"stage": row["what"], "tokens": f"{row['tokens']:,}", "anchors": "", "disk": size(row["bytes"])}
-        rows.append(line | {"memory": size(sampling), "minutes": row["tokens"] * speeds.token / 60})
-    trainings = [("fine-tuning", plan.finetune, speeds.finetuning)]
-    if plan.drafter.pretrained_here:
-        trainings.insert(0, ("pre-training", plan.pretrain, speeds.pretraining))
-    for name, one, step in trainings:
-        anchors = one.steps * one.blocks_per_step
-        line = {"stage": f"{name}, {one.steps} steps", "tokens": "", "anchors": f"{anchors:,}", "disk": ""}
-        rows.append(line | {"memory": size(training), "minutes": one.steps * step / 60})
-    scored = sum(row["tokens"] for row in samples if row["split"] != "training")
-    line = {"stage": "evaluation", "tokens": "", "anchors": "", "disk": "", "memory": size(training)}
-    rows.append(line | {"minutes": 3 * scored * speeds.scoring / 60})
-    total = {"stage": f"all ({size(free_memory())} of memory free)", "tokens": "", "anchors": "", "memory": ""}
-    total |= {"disk": size(sum(row["bytes"] for row in samples)), "minutes": sum(row["minutes"] for row in rows)}
-    table = pd.DataFrame([*rows, total])
-    table["minutes"] = table.minutes.map("{:.1f}".format)
-    return table
-
-
-def decoding_speed(
-    target: Target, drafter: DBlastDrafter, prompts: list[list[int]], chosen: dict[str, float], tokens: int, seed: int = 0
-) -> pd.DataFrame:
-    """Tokens per second of decoding with the drafter and without, one prompt at a time, by setting.
-
-    Returns:
-        ``setting, drafted, plain, ratio, accepted_length, prompts``.
-    """
-    drafter, tokens = for_decoding(drafter, target), min(tokens, TIMED_TOKENS)
-    rows = []
-    for name, settings in SETTINGS.items():
-        temperature = chosen.get(name, 1.0)
-        count = passes = 0
-        seconds = plain_seconds = 0.0
-        for number, ids in enumerate([prompts[0], *prompts]):
-            rng = torch.Generator(device=target.device).manual_seed(seed + number)
-            begin = time.perf_counter()
-            result = generate(
-                target, drafter, [ids], settings, max_new_tokens=tokens, category_temperature=temperature, generator=rng
-            )
-            spent = time.perf_counter() - begin
-            plain = plain_speed(target, ids, settings, tokens, seed + number)
-            if number == 0:  # the first warms up
-                continue
-            new = len(result.tokens[0])
-            count, passes = count + new, passes + result.passes
-            seconds, plain_seconds = seconds + spent, plain_seconds + new / plain
-        drafted, plain = count / seconds, count / plain_seconds
-        rows.append(
-            {
-                "setting": name,
-                "drafted": drafted,
-                "plain": plain,
-                "ratio": drafted / plain,
-                "accepted_length": (count - passes) / passes,
-                "prompts": len(prompts),
-            }
-        )
-    return pd.DataFrame(rows)

@@ -81,12 +81,16 @@ def check_request(request: Request, out: Path) -> None:
         seed=request.seed,
     )
     if request.draft_vocabulary is not None and request.draft_vocabulary < 0:
-        raise DBlastError(f"--draft-vocabulary must be a number of tokens, or 0 for all, got {request.draft_vocabulary}")
+        raise DBlastError(
+            f"--draft-vocabulary must be a number of tokens, or 0 for all, got {request.draft_vocabulary}"
+        )
     if request.mask_token_id is not None and request.mask_token_id < 0:
         raise DBlastError(f"--mask-token-id must not be negative, got {request.mask_token_id}")
     check_target_name(request.target)
     if request.start is not None and request.start not in STARTS:
-        check_model_name(request.start, f"--start takes a drafter's folder or id, or {', '.join(STARTS)}", prefix="--start: ")
+        check_model_name(
+            request.start, f"--start takes a drafter's folder or id, or {', '.join(STARTS)}", prefix="--start: "
+        )
     check_prompt_source("--prompts", request.prompts)
     if request.train_prompts is not None:
         check_prompt_source("--train-prompts", request.train_prompts)
@@ -161,7 +165,9 @@ def check_fits(config: DBlastConfig, target: PreTrainedConfig, name: str) -> DBl
     for what, (ours, theirs) in sizes.items():
         if ours != theirs:
             made = config.target_name or "a target"
-            raise DBlastError(f"{name} was made for {made} with {what} {ours}, this target has {theirs}; give its own target")
+            raise DBlastError(
+                f"{name} was made for {made} with {what} {ours}, this target has {theirs}; give its own target"
+            )
     return config
 
 
@@ -172,7 +178,9 @@ def _base_plan(request: Request, config: PreTrainedConfig) -> Plan:
     from dblast.reproduction.profiles import SMOLLM2
 
     depth = config.num_hidden_layers
-    response = request.response_tokens or min(128, max(8, (getattr(config, "max_position_embeddings", None) or 512) // 2))
+    response = request.response_tokens or min(
+        128, max(8, (getattr(config, "max_position_embeddings", None) or 512) // 2)
+    )
     if request.is_given:
         start = _start_config(request.start, config)
         for option, given, own in (
@@ -195,7 +203,9 @@ def _base_plan(request: Request, config: PreTrainedConfig) -> Plan:
     else:
         layers = request.layers or min(LAYERS, depth)
         if layers > depth and request.start != "random":
-            raise DBlastError(f"--layers {layers}: the target has {depth} layers to start from; lower it, or add --start random")
+            raise DBlastError(
+                f"--layers {layers}: the target has {depth} layers to start from; lower it, or add --start random"
+            )
         vocabulary = DRAFT_VOCABULARY if request.draft_vocabulary is None else request.draft_vocabulary
         shape = DrafterConfig(
             layers=layers,
@@ -207,7 +217,9 @@ def _base_plan(request: Request, config: PreTrainedConfig) -> Plan:
             seed=request.seed,
         )
     if shape.block_length >= response:
-        raise DBlastError(f"--block-length {shape.block_length} leaves no room in answers of {response} tokens; lower it")
+        raise DBlastError(
+            f"--block-length {shape.block_length} leaves no room in answers of {response} tokens; lower it"
+        )
     return replace(
         SMOLLM2,
         target=request.target,
@@ -254,7 +266,9 @@ def _prompts(request: Request, target: Target, tokens: int) -> tuple[str, list[s
         if not training:
             raise DBlastError(f"every prompt of {source} is an evaluation prompt too; give --train-prompts others")
         if len(training) < len(read):
-            notes.append(f"{len(read) - len(training)} prompts of {source} repeat others or evaluation prompts and are left out")
+            notes.append(
+                f"{len(read) - len(training)} prompts of {source} repeat others or evaluation prompts and are left out"
+            )
     encoded = [own.encode_own(rows, target, tokens, "--response-tokens") for rows in (evaluation, training)]
     # Two texts may be the same to the tokenizer.
     taken = {prompt.ids for prompt in encoded[0]}
@@ -309,14 +323,19 @@ def prepare(request: Request) -> Prepared:
     if mask is None:
         mask = propose_mask_token(target.tokenizer, config.vocab_size)
         if mask is None:
-            raise DBlastError("no token of this target is known to be unused; give --mask-token-id one that it never writes")
+            raise DBlastError(
+                "no token of this target is known to be unused; give --mask-token-id one that it never writes"
+            )
         word = target.tokenizer.convert_ids_to_tokens(mask)
         notes.append(f"mask token: {mask} ({word or 'a row that no token uses'}); --mask-token-id chooses another")
     plan = replace(plan, drafter=replace(plan.drafter, mask_token_id=mask))
     target.mask_token_id = mask
     if not request.is_given:
         DBlastConfig.for_target(
-            target, num_layers=plan.drafter.layers, block_length=plan.drafter.block_length, target_layer_ids=plan.drafter.taps
+            target,
+            num_layers=plan.drafter.layers,
+            block_length=plan.drafter.block_length,
+            target_layer_ids=plan.drafter.taps,
         )
     name, more = _prompts(request, target, plan.data.training_tokens)
     notes += more

@@ -45,7 +45,9 @@ def parameter_names(cells: list[str]) -> tuple[list[str], list[str]]:
             body = ast.parse(source).body
         except SyntaxError:  # magics
             continue
-        known += [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+        known += [
+            node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        ]
         if source.lstrip().startswith(_INJECTED):
             targets = [target for node in body if isinstance(node, ast.Assign) for target in node.targets]
             given += [target.id for target in targets if isinstance(target, ast.Name)]
@@ -53,7 +55,11 @@ def parameter_names(cells: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _one_line(
-    shell: InteractiveShell, kind: type[BaseException], error: BaseException, trace: TracebackType, tb_offset: int | None = None
+    shell: InteractiveShell,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType,
+    tb_offset: int | None = None,
 ) -> list[str]:
     line = [f"dblast: {error}"]
     shell._showtraceback(kind, error, line)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from contextlib import contextmanager
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,7 +70,9 @@ def check_cache() -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise DBlastError(f"the cache {folder} is not writable ({error.strerror}); set DBLAST_CACHE to a folder that is") from None
+        raise DBlastError(
+            f"the cache {folder} is not writable ({error.strerror}); set DBLAST_CACHE to a folder that is"
+        ) from None
 
 
 @contextmanager
@@ -179,8 +181,8 @@ def check_memory(plan: Plan, target: PreTrainedConfig, width: int) -> Memory:
             "training": "lower -K or --block-length",
         }[largest]
         raise DBlastError(
-            f"K = {k} and b = {b} need about {size(need.peak)} of memory ({largest} alone {size(getattr(need, largest))}) and "
-            f"{size(free)} are free; {advice}"
+            f"K = {k} and b = {b} need about {size(need.peak)} of memory ({largest} alone "
+            f"{size(getattr(need, largest))}) and {size(free)} are free; {advice}"
         )
     return need
 

@@ -28,7 +28,9 @@ def write_lines(path, *records):
 
 
 def prompts(count, task="chat"):
-    return [Prompt(f"{task}-{i}", task, (f"w{4 + i % 20} w{5 + i // 20}",), where=f"my.jsonl:{i + 1}") for i in range(count)]
+    return [
+        Prompt(f"{task}-{i}", task, (f"w{4 + i % 20} w{5 + i // 20}",), where=f"my.jsonl:{i + 1}") for i in range(count)
+    ]
 
 
 def test_both_forms_of_a_line_and_any_task(tmp_path):
@@ -47,7 +49,9 @@ def test_both_forms_of_a_line_and_any_task(tmp_path):
 
 def test_columns_of_data_sets_in_a_folder(tmp_path):
     messages = [[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]]
-    table = datasets.Dataset.from_dict({"question": ["One?", " ", "Two?"], "messages": messages * 3, "number": [1, 2, 3]})
+    table = datasets.Dataset.from_dict(
+        {"question": ["One?", " ", "Two?"], "messages": messages * 3, "number": [1, 2, 3]}
+    )
     table.save_to_disk(tmp_path / "saved")
     (tmp_path / "lines").mkdir()
     table.to_json(tmp_path / "lines" / "train.jsonl")
@@ -87,7 +91,9 @@ def test_too_few_prompts_are_refused_by_task():
 def test_what_does_not_fit_the_target_is_named_by_file_and_line(llama):
     rows = [Prompt("a", "text", ("w4 w5",), True, "my.jsonl:1"), Prompt("b", "text", ("w4 " * 80,), True, "my.jsonl:7")]
     assert encode_own(rows, llama, 16, "--response-tokens")[0].ids == (4, 5)
-    with pytest.raises(PromptError, match=r"my.jsonl:7: a prompt of 80 tokens and an answer of 17 .* 96; .*--response-tokens"):
+    with pytest.raises(
+        PromptError, match=r"my.jsonl:7: a prompt of 80 tokens and an answer of 17 .* 96; .*--response-tokens"
+    ):
         encode_own(rows, llama, 17, "--response-tokens")
 
 

@@ -21,8 +21,8 @@ from dblast.show import progress, quiet_loading
 
 PAD, USER, ASSISTANT, END, UNUSED = SPECIALS = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|reserved_0|>")
 TEMPLATE = (
-    "{% for message in messages %}{{ '<|user|>' if message['role'] == 'user' else '<|assistant|>' }}{{ message['content'] }}"
-    "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|user|>' if message['role'] == 'user' else '<|assistant|>' }}{{ "
+    "message['content'] }}{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
 
@@ -32,7 +32,9 @@ def conversations(count: int, seed: int | str) -> list[tuple[str, str, str]]:
     rows = []
     for document in synthetic.documents(count, seed):
         words = document.tokens
-        rows.append((document.kind, " ".join(words[2 : document.prompt_length]), " ".join(words[document.prompt_length : -1])))
+        rows.append(
+            (document.kind, " ".join(words[2 : document.prompt_length]), " ".join(words[document.prompt_length : -1]))
+        )
     return rows
 
 
@@ -77,6 +79,7 @@ def make_small_target(
     steps: int = 200,
     hidden: int = 96,
     layers: int = 4,
+    batch: int = 32,
     texts: Iterable[str] = (),
     seed: int = 0,
 ) -> Path:
@@ -85,6 +88,7 @@ def make_small_target(
     Args:
         family: "llama" or "qwen3".
         vocabulary: rows of its embedding table.
+        steps, batch: of training.
         texts: more text for the tokenizer, so that a large vocabulary can be filled.
 
     Raises:
@@ -112,17 +116,19 @@ def make_small_target(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)
-    _train(model, tokenizer, steps, seed)
+    _train(model, tokenizer, steps, seed, batch)
     with quiet_loading():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return Path(folder)
 
 
-def _train(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, batch: int = 32) -> None:
+def _train(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, steps: int, seed: int, batch: int) -> None:
     """Next-token training on fresh conversations; the loss counts answers only."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps, max(1, steps // 10)))
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: learning_rate_factor(step, steps, max(1, steps // 10))
+    )
     pad, unseen = tokenizer.pad_token_id, -100
     model.train()
     with progress(steps, "small target", unit="step") as bar:

@@ -137,8 +137,8 @@ def check_enough(evaluation: Sequence[Prompt], source: str) -> None:
     for task, rows in by_task(evaluation).items():
         if len(rows) < FEWEST:
             raise PromptError(
-                f"{source} has {len(rows)} distinct prompt{'s' if len(rows) > 1 else ''} of task {task!r}; an evaluation "
-                f"needs {FEWEST} of every task: add some, or give them another task's name"
+                f"{source} has {len(rows)} distinct prompt{'s' if len(rows) > 1 else ''} of task {task!r}; an "
+                f"evaluation needs {FEWEST} of every task: add some, or give them another task's name"
             )
 
 
@@ -155,8 +155,8 @@ def divide(prompts: Sequence[Prompt], source: str, seed: int = 0) -> tuple[list[
     for task, rows in by_task(without_repeats(prompts)).items():
         if len(rows) <= FEWEST:
             raise PromptError(
-                f"{source} has {len(rows)} distinct prompt{'s' if len(rows) > 1 else ''} of task {task!r}; a file that is "
-                f"split needs more than {FEWEST} of every task: add some, or give --train-prompts a file of its own"
+                f"{source} has {len(rows)} distinct prompt{'s' if len(rows) > 1 else ''} of task {task!r}; a file that "
+                f"is split needs more than {FEWEST} of every task: add some, or give --train-prompts a file of its own"
             )
         rows = shuffled(rows, seed)
         count = min(max(round(EVALUATION_SHARE * len(rows)), FEWEST), MOST_EVALUATED, len(rows) - 1)
@@ -193,13 +193,15 @@ def encode_own(prompts: Sequence[Prompt], target: Target, new_tokens: int, optio
             ids = prompt_ids(prompt, target)
         except Exception as error:  # templates raise what they like
             reason = " ".join(str(error).split())
-            raise PromptError(f"{where}: the target's tokenizer or chat template refuses this prompt ({reason[:200]})") from error
+            raise PromptError(
+                f"{where}: the target's tokenizer or chat template refuses this prompt ({reason[:200]})"
+            ) from error
         if not ids:
             raise PromptError(f"{where}: this prompt has no tokens for the target; leave it out")
         if limit and len(ids) + new_tokens > limit:
             raise PromptError(
-                f"{where}: a prompt of {len(ids)} tokens and an answer of {new_tokens} pass the target's context limit of "
-                f"{limit}; shorten the prompt or lower {option}"
+                f"{where}: a prompt of {len(ids)} tokens and an answer of {new_tokens} pass the target's context limit "
+                f"of {limit}; shorten the prompt or lower {option}"
             )
         encoded.append(EncodedPrompt(prompt.id, prompt.task, tuple(ids)))
     return encoded
