@@ -205,7 +205,7 @@ def _introduction(accepted: pd.DataFrame, speed: pd.DataFrame) -> str:
     sentences = []
     for setting, part in rows.groupby("setting", sort=False):
         start, ours = part.in_loop.iloc[0], part.in_loop.iloc[-1]
-        ratio = speed[speed.setting == setting].ratio.iloc[0]
+        ratio = speed[speed.setting == setting].ratio.iloc[-1]
         sentences.append(
             f"{setting} determinism {ours:.2f} (start drafter {start:.2f}), {ratio:.2f} times the speed of plain "
             "decoding"
@@ -217,9 +217,11 @@ def _introduction(accepted: pd.DataFrame, speed: pd.DataFrame) -> str:
 
 
 def _speed(speed: pd.DataFrame) -> pd.DataFrame:
+    speed = speed.sort_values("setting", key=lambda names: names.map(list(speed.setting).index), kind="stable")
     return pd.DataFrame(
         {
             "setting": speed.setting,
+            "drafter": speed.drafter,
             "tokens/s with the drafter": speed.drafted.map("{:.1f}".format),
             "tokens/s without": speed.plain.map("{:.1f}".format),
             "ratio": speed.ratio.map("{:.2f}".format),

@@ -201,8 +201,15 @@ class Work:
             self.health = {
                 setting: drafter_health(ours, rows[:HEALTH_TRAJECTORIES], precision) for setting, rows in texts.items()
             }
-        timed = self._timed(plan)
-        self.speed = decoding_speed(self.target, ours, timed, temperatures(table), plan.data.evaluation_tokens)
+        timed, tokens = self._timed(plan), plan.data.evaluation_tokens
+        self.speed = pd.concat(
+            [
+                decoding_speed(self.target, drafter, timed, chosen, tokens).assign(drafter=name)
+                for name, drafter, chosen in ((START, start, {}), (OURS, ours, temperatures(table)))
+            ],
+            ignore_index=True,
+        )
+        ours.float()  # timing ran it in the target's precision; the weights are rounded to bfloat16 already
         self.drafter = ours
 
     def _timed(self, plan: Plan) -> list[list[int]]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 USABLE = 0.9
 #: Bytes of a stored token beside its tapped states: what it was drawn from, its log p, entropy and so on.
 TOKEN_BYTES = 200
+#: Memory of Python and its libraries alone.
+PROCESS_BYTES = 0.7e9
 
 
 def check_numbers(**values: float | int | None) -> None:
@@ -138,7 +140,7 @@ def memory_need(plan: Plan, target: PreTrainedConfig, width: int) -> Memory:
     sequences = max(config.sequences for config in (plan.pretrain, plan.finetune))
     queries = max(config.anchors for config in (plan.pretrain, plan.finetune)) * (b + 1)
     return Memory(
-        target=size * (layers * layer + 2 * vocabulary * h),
+        target=PROCESS_BYTES + size * (layers * layer + 2 * vocabulary * h),
         # Keys and values, tapped states of the answers, logits of one step in float32.
         sampling=plan.data.batch_size * (width * (layers * key_value * size + 2 * taps * h) + 3 * 4 * vocabulary),
         # Weights, gradients and two moments in float32, and a copy while a checkpoint is written.
