@@ -6,17 +6,18 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
 
-.PHONY: help setup fetch reproduce test lab notebooks benchmark check-results report browser-check clean
+.PHONY: help setup fetch reproduce test test-machines lab notebooks benchmark check-results report browser-check clean
 
 help:
 	@echo "make reproduce [PROFILE=cpu]        run its notebooks, regenerate its figures and tables (cpu, smoke, losses, sweeps)"
 	@echo "make test                           pytest, nbval over the notebooks, smoke reproduction"
+	@echo "make test-machines [TESTS=...]      tests that compute, rounded as on other processors, in random order"
 	@echo "make lab                            JupyterLab on the notebooks"
 	@echo "make benchmark                      time of a speculative step against a bare target pass"
 	@echo "make check-results [FRESH=1]        rerun a profile beside its kept results, say what moved beyond errors"
 	@echo "make report [PROFILE=cpu|smoke]     one HTML page of a run: claims, figures, tables, notebooks"
 	@echo "make browser-check                  optional: notebooks 00 and 01 in JupyterLab inside a headless Chromium"
-	@echo "make notebooks                      refresh the committed outputs from the kept results"
+	@echo "make notebooks                      refresh the committed outputs, and the tables of the README, from the kept results"
 
 # The environment is rebuilt when its definition changes.
 $(READY): pyproject.toml constraints.txt
@@ -34,16 +35,17 @@ reproduce: fetch
 	$(BIN)/python -m dblast reproduce --profile $(PROFILE)
 
 test: fetch
-	$(BIN)/python -m pytest
-	$(BIN)/python -m pytest --nbval --nbval-current-env notebooks
-	$(BIN)/python -m dblast reproduce --profile smoke --fresh
-	$(BIN)/python -m pytest tests/after_smoke
+	$(BIN)/python -m tests.run_all
+
+test-machines: $(READY)
+	$(BIN)/python -m tests.machines $(TESTS)
 
 lab: fetch
 	$(BIN)/jupyter lab notebooks
 
 notebooks: fetch
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
+	DBLAST_REGENERATE=1 $(BIN)/jupyter nbconvert --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.extra_arguments="['--log-level=ERROR']" notebooks/[0-9][0-9]_*.ipynb
+	$(BIN)/python -m dblast readme
 
 report: $(READY)
 	$(BIN)/python -m dblast report --profile $(PROFILE)

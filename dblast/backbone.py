@@ -5,7 +5,9 @@ Shapes: B sequences, A anchors a sequence, S context positions, L queries, H hid
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,37 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from dblast.errors import DBlastError
+
+if TYPE_CHECKING:
+    from dblast.targets import Target
+
+#: What a stored configuration must say, because no default of ours need be the one it was trained with.
+REQUIRED = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "vocab_size", "rms_norm_eps", "num_target_layers",
+)  # fmt: skip
+#: Keys that change what a drafter computes, and the values that are computed here (none: the key itself is too much).
+#: They are read at the top of a configuration and in ``dflash_config``, as DFlash's own code reads them.
+COMPUTED: dict[str, tuple] = {
+    "hidden_act": ("silu",),
+    "projector_type": ("dflash",),
+    "attention_mode": ("gqa", "mha"),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "is_causal", "use_swa", "fc_layernorm"), (False,)),
+    **dict.fromkeys(("attention_sink_bias", "add_swa_attention_sink_bias"), (False,)),
+    **dict.fromkeys(("attention_dropout", "final_logit_softcapping", "markov_rank"), (0,)),
+    **dict.fromkeys(("attention_value_scale", "partial_rotary_factor", "output_multiplier"), (1,)),
+    "input_embedding_scale": (1,),
+    # DFlash 2's convolutions and candidate selector, other projects' formats, packed weights.
+    **dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), ()),
+    **dict.fromkeys(("speculators_model_type", "transformer_layer_config", "aux_hidden_state_layer_ids"), ()),
+    "quantization_config": (),
+}
+#: Keys of published configurations that change nothing here, beside those of every transformers configuration.
+WITHOUT_EFFECT = {
+    "auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "max_window_layers",
+    "model_type", "name_or_path", "torch_dtype", "use_cache", "use_sliding_window", "swa_window_size",
+    "sliding_window", "layer_types", "tie_word_embeddings", "num_anchors", "loss_decay_gamma", "attn_implementation",
+}  # fmt: skip
 
 
 def default_taps(target_layers: int, draft_layers: int) -> list[int]:
@@ -33,7 +66,15 @@ class DBlastConfig(PreTrainedConfig):
     ``dflash_config`` holds ``target_layer_ids`` and ``mask_token_id``. DBLAST
     adds ``num_categories`` (K; 0 means no category heads, as in a plain DFlash
     checkpoint), ``use_qk_norm`` and ``draft_vocab_size`` (0: the target's whole
-    vocabulary).
+    vocabulary), and what a drafter remembers, each None in older files:
+
+    * ``target_name`` and ``target_identity`` (:func:`dblast.targets.identity`) of the target it was made for,
+    * ``chat_options`` under which that target's text was sampled,
+    * ``category_temperatures``, the calibrated Z_T by setting,
+    * ``recipe``, a JSON-like account of its training.
+
+    Raises:
+        DBlastError: a key that would change what is computed has a value that is not computed here.
     """
 
     model_type = "dblast"
@@ -52,10 +93,15 @@ class DBlastConfig(PreTrainedConfig):
         block_size: int = 8,
         num_target_layers: int = 4,
         dflash_config: dict | None = None,
-        num_categories: int = 1,
+        num_categories: int = 0,
         use_qk_norm: bool = True,
         draft_vocab_size: int = 0,
         initializer_range: float = 0.02,
+        target_name: str | None = None,
+        target_identity: dict | None = None,
+        chat_options: dict | None = None,
+        category_temperatures: dict[str, float] | None = None,
+        recipe: dict | None = None,
         **kwargs,
     ):
         self.hidden_size = hidden_size
@@ -66,11 +112,7 @@ class DBlastConfig(PreTrainedConfig):
         self.head_dim = head_dim or hidden_size // num_attention_heads
         self.vocab_size = vocab_size
         self.rms_norm_eps = rms_norm_eps
-        # transformers 5 writes the base inside rope_parameters; both spellings are read.
-        parameters = kwargs.pop("rope_parameters", None) or kwargs.pop("rope_scaling", None) or {}
-        if parameters.get("rope_type", "default") != "default":
-            raise DBlastError(f"rope type {parameters['rope_type']!r} is not supported by the drafter; use 'default'")
-        self.rope_theta = float(parameters.get("rope_theta", rope_theta))
+        self.rope_theta = _rope_theta(kwargs, rope_theta)
         self.block_size = block_size
         self.num_target_layers = num_target_layers
         self.dflash_config = dict(dflash_config or {})
@@ -79,8 +121,45 @@ class DBlastConfig(PreTrainedConfig):
         self.use_qk_norm = use_qk_norm
         self.draft_vocab_size = draft_vocab_size
         self.initializer_range = initializer_range
-        kwargs.setdefault("tie_word_embeddings", False)
+        self.target_name, self.target_identity, self.chat_options = target_name, target_identity, chat_options
+        self.category_temperatures, self.recipe = category_temperatures, recipe
+        _refuse_other_mathematics(kwargs | self.dflash_config, self)
+        # Published files say whether the target ties its tables; the drafter has none to tie, and one kind of layers.
+        kwargs = {key: value for key, value in kwargs.items() if key != "layer_types"} | {"tie_word_embeddings": False}
         super().__init__(**kwargs)
+
+    @classmethod
+    def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
+        """As transformers reads it. A published file names the family of its layers as its type: no mistake."""
+        stored, kwargs = super().get_config_dict(*args, **kwargs)
+        if not isinstance(stored, dict):
+            raise DBlastError(f"a drafter's configuration must be a JSON object, got {type(stored).__name__}")
+        return {key: value for key, value in stored.items() if key != "model_type"}, kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs) -> DBlastConfig:
+        """A stored configuration, with nothing left to a guess.
+
+        Raises:
+            DBlastError: it lacks what fixes the computation, or contradicts itself.
+        """
+        stored = dict(config_dict)
+        inner = stored["dflash_config"] = dict(stored.get("dflash_config") or {})
+        # DFlash's code takes these from either place, those inside first.
+        for key in ("target_layer_ids", "mask_token_id"):
+            if stored.get(key) is not None:
+                inner.setdefault(key, stored[key])
+            stored.pop(key, None)
+        size = inner.pop("block_size", None)
+        if size is not None and stored.setdefault("block_size", size) != size:
+            raise DBlastError(f"the drafter's configuration has two block sizes, {stored['block_size']} and {size}")
+        rope = stored.get("rope_parameters") or {}
+        missing = [key for key in (*REQUIRED, "block_size") if stored.get(key) is None]
+        missing += ["target_layer_ids"] * (inner.get("target_layer_ids") is None)
+        missing += ["rope_theta"] * (rope.get("rope_theta") is None and stored.get("rope_theta") is None)
+        if missing:
+            raise DBlastError(f"the drafter's configuration lacks {', '.join(missing)}; add what it was trained with")
+        return super().from_dict(stored, **kwargs)
 
     @property
     def block_length(self) -> int:
@@ -104,10 +183,10 @@ class DBlastConfig(PreTrainedConfig):
         if self.block_size < 2:
             raise DBlastError(f"block_size is b + 1 and must be at least 2, got {self.block_size}")
         if self.num_categories < 0:
-            raise DBlastError(f"num_categories (K) must be at least 1, got {self.num_categories}")
+            raise DBlastError(f"num_categories (K) must not be negative, got {self.num_categories}")
         mask = self.mask_token_id
         if mask is None:
-            raise DBlastError("mask_token_id is not set; give dflash_config={'mask_token_id': ...}, an unused token id")
+            raise DBlastError("mask_token_id is not set; give the id of a token that the target's text never contains")
         if not 0 <= mask < self.vocab_size:
             raise DBlastError(f"mask_token_id {mask} is outside the vocabulary of {self.vocab_size} tokens")
         bad = [tap for tap in self.target_layer_ids if not 0 <= tap < self.num_target_layers]
@@ -117,11 +196,11 @@ class DBlastConfig(PreTrainedConfig):
     @classmethod
     def for_target(
         cls,
-        target_config: PreTrainedConfig,
+        target: Target | PreTrainedConfig,
         *,
         num_layers: int,
         block_length: int,
-        mask_token_id: int | None,
+        mask_token_id: int | None = None,
         num_categories: int = 1,
         target_layer_ids: Sequence[int] | None = None,
         use_qk_norm: bool | None = None,
@@ -129,34 +208,94 @@ class DBlastConfig(PreTrainedConfig):
     ) -> DBlastConfig:
         """A drafter shaped like the target's own layers, so that it can start from them.
 
-        ``use_qk_norm=None`` follows the target's family: Qwen3 has query/key
-        norms, the Llama family has none.
+        Args:
+            target: a loaded target, which the drafter then remembers and whose mask token it takes; or a bare
+                configuration.
+            num_categories: K; 0 leaves the category heads out (a plain DFlash drafter).
+            use_qk_norm: None follows the target's family: Qwen3 has query/key norms, the Llama family has none.
+
+        Raises:
+            DBlastError: see :meth:`check`.
         """
         if block_length < 1:
             raise DBlastError(f"block length b must be at least 1, got {block_length}")
-        if num_categories < 1:
-            raise DBlastError(f"number of categories K must be at least 1, got {num_categories}")
-        rope = getattr(target_config, "rope_parameters", None) or {}
-        taps = list(target_layer_ids or default_taps(target_config.num_hidden_layers, num_layers))
+        shape = target if isinstance(target, PreTrainedConfig) else target.model.config
+        if shape is not target and mask_token_id is None:
+            mask_token_id = target.mask_token_id
+        rope = getattr(shape, "rope_parameters", None) or {}
+        taps = list(target_layer_ids or default_taps(shape.num_hidden_layers, num_layers))
         config = cls(
-            hidden_size=target_config.hidden_size,
-            intermediate_size=target_config.intermediate_size,
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
             num_hidden_layers=num_layers,
-            num_attention_heads=target_config.num_attention_heads,
-            num_key_value_heads=target_config.num_key_value_heads,
-            head_dim=getattr(target_config, "head_dim", None),
-            vocab_size=target_config.vocab_size,
-            rms_norm_eps=target_config.rms_norm_eps,
-            rope_theta=rope.get("rope_theta", getattr(target_config, "rope_theta", 10000.0)),
+            num_attention_heads=shape.num_attention_heads,
+            num_key_value_heads=shape.num_key_value_heads,
+            head_dim=getattr(shape, "head_dim", None),
+            vocab_size=shape.vocab_size,
+            rms_norm_eps=shape.rms_norm_eps,
+            rope_theta=rope.get("rope_theta", getattr(shape, "rope_theta", 10000.0)),
             block_size=block_length + 1,
-            num_target_layers=target_config.num_hidden_layers,
+            num_target_layers=shape.num_hidden_layers,
             dflash_config={"target_layer_ids": taps, "mask_token_id": mask_token_id},
             num_categories=num_categories,
-            use_qk_norm="qwen3" in target_config.model_type if use_qk_norm is None else use_qk_norm,
+            use_qk_norm="qwen3" in shape.model_type if use_qk_norm is None else use_qk_norm,
             draft_vocab_size=draft_vocab_size,
         )
         config.check()
+        if shape is not target:
+            config.remember(target)
         return config
+
+    def remember(self, target: Target) -> None:
+        """Note which target the drafter is for: :meth:`DBlastDrafter.attach` then refuses others."""
+        self.target_name, self.target_identity = target.name, target.identity()
+        self.chat_options = dict(target.chat_options)
+
+
+_ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
+def _rope_theta(settings: dict, given: float) -> float:
+    """The base of RoPE, taken out of what is left of a configuration; transformers 5 writes it in ``rope_parameters``.
+
+    Raises:
+        DBlastError: positions are scaled, or part of a head is not rotated.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = {key: value for key, value in (settings.pop(name, None) or {}).items() if value is not None}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind != "default":
+            raise DBlastError(f"rope type {kind!r} is not supported by the drafter; use 'default'")
+        if rope.get("partial_rotary_factor", 1) != 1 or set(rope) - _ROPE_KEYS:
+            raise DBlastError(f"{name} = {rope} is not supported by the drafter; it rotates whole heads, unscaled")
+        given = rope.get("rope_theta", given)
+    return float(given)
+
+
+def _refuse_other_mathematics(settings: dict, config: DBlastConfig) -> None:
+    """Refuse what :data:`COMPUTED` rules out; name, in one warning, the keys that nothing here knows.
+
+    Args:
+        settings: keys and values that are no fields of ``config``.
+    """
+    same = {"v_head_dim": (config.head_dim,), "target_hidden_size": (config.hidden_size,)}
+    for key, allowed in (COMPUTED | same).items():
+        value = settings.get(key)
+        if value is not None and value not in allowed:
+            only = f"only {' or '.join(map(repr, allowed))} is" if allowed else "this format is not"
+            raise DBlastError(f"the drafter's configuration has {key} = {value!r}; {only} supported")
+    layers = settings.get("layer_types")
+    other = set(layers or ()) - {"full_attention"}
+    # Without a list of layers a window counts wherever it is not switched off.
+    window = not layers and settings.get("use_sliding_window") is not False and settings.get("sliding_window")
+    if other or window:
+        found = f"layer_types with {min(other)!r}" if other else f"sliding_window = {window}"
+        raise DBlastError(f"the drafter's configuration has {found}; only full attention is supported")
+    known = {*COMPUTED, *same, *WITHOUT_EFFECT, *PreTrainedConfig().to_dict(), "target_layer_ids", "mask_token_id"}
+    unknown = sorted(key for key in settings if key not in known and not key.startswith("_"))
+    if unknown:
+        names = ", ".join(unknown)
+        warnings.warn(f"the drafter's configuration has keys that mean nothing here: {names}", stacklevel=3)
 
 
 class RMSNorm(nn.Module):

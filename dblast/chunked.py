@@ -38,8 +38,8 @@ def chunked_log_q(
     """log softmax(hidden @ head.T) at the given tokens, in nats, differentiable in ``hidden``.
 
     The product is taken in the dtype that autocast prescribes where it is on, in
-    that of the inputs elsewhere; the softmax in float32 (float64 for float64
-    inputs). The chosen logit is read from the very product that enters the
+    that of the hidden states elsewhere; the softmax in float32 (float64 for float64
+    states). The chosen logit is read from the very product that enters the
     log-sum-exp and not recomputed as a dot product: in bfloat16 the two would be
     rounded differently, and log q could exceed 0. As it is, log q <= 0 holds exactly.
 
@@ -83,20 +83,25 @@ def chunked_log_q(
     if rows_per_chunk < 1 or tokens_per_chunk < 1:
         raise DBlastError(f"a chunk must be at least 1, got {rows_per_chunk} rows and {tokens_per_chunk} tokens")
     table = index.long() if index.ndim == 2 else index.long().unsqueeze(1)
-    log_q = _ChunkedLogQ.apply(hidden, head, table, _product_dtype(hidden, head), (rows_per_chunk, tokens_per_chunk))
+    log_q = _ChunkedLogQ.apply(hidden, head, table, product_dtype(hidden, head), (rows_per_chunk, tokens_per_chunk))
     return log_q.view(index.shape)
 
 
-def _product_dtype(hidden: Tensor, head: Tensor) -> torch.dtype:
-    """The dtype in which ``hidden @ head.T`` would be computed here and now."""
+def product_dtype(hidden: Tensor, head: Tensor) -> torch.dtype:
+    """The dtype in which ``hidden @ head.T`` is computed here: autocast's where it is on, else that of ``hidden``.
+
+    The head may be stored in another one: bfloat16 rows beside float32 states lose nothing by being converted.
+
+    Raises:
+        DBlastError: one of them does not hold floating-point numbers.
+    """
+    if not hidden.dtype.is_floating_point or not head.dtype.is_floating_point:
+        raise DBlastError(f"hidden states and head must have a floating dtype, got {hidden.dtype} and {head.dtype}")
     device = hidden.device.type
-    dtypes = {hidden.dtype, head.dtype}
-    if torch.is_autocast_enabled(device):
-        # Autocast leaves float64 alone, as it does in a plain product.
-        dtypes = {dtype if dtype == torch.float64 else torch.get_autocast_dtype(device) for dtype in dtypes}
-    if len(dtypes) != 1 or not all(dtype.is_floating_point for dtype in dtypes):
-        raise DBlastError(f"hidden states and head must have one floating dtype, got {hidden.dtype} and {head.dtype}")
-    return dtypes.pop()
+    # Autocast leaves float64 alone, as it does in a plain product.
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
 
 
 def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -10,8 +10,10 @@ import copy
 import json
 import os
 import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,18 +22,24 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dblast.backbone import DBlastConfig, DraftLayer, RMSNorm, packed_mask, rotary
-from dblast.chunked import chunked_log_q
+from dblast.chunked import chunked_log_q, product_dtype
 from dblast.errors import ArtefactError, DBlastError
+from dblast.manifest import MANIFEST, RECORD, check_manifest, write_manifest
+from dblast.sampling import SETTINGS, SamplingSettings
 from dblast.show import quiet_loading
-from dblast.targets import sha256_file
+from dblast.targets import Target, shape_identity
 
 #: Keys and values of the context, one (keys, values) pair per layer, each (B, kv_heads, S, head_dim).
 ContextCache = list[tuple[Tensor, Tensor]]
 
 #: Logits (anchors * K * b * vocabulary) that :meth:`DBlastDrafter.log_q` computes in one piece: 32 MiB in float32.
 PLAIN_LOGITS = 2**23
-#: Logits that :meth:`DBlastDrafter.greedy_tokens` holds at once: 16 MiB, which the C library reuses (as in :mod:`dblast.chunked`).
+#: Logits that :meth:`DBlastDrafter.greedy_tokens` holds at once: 16 MiB, as :mod:`dblast.chunked` explains.
 GREEDY_LOGITS = 2**22
+#: Numbers of a head in another dtype that are converted in one piece (256 MiB in float32).
+CONVERTED_HEAD = 2**26
+#: The borrowed tables: embedding (V, H), head (V', H), and the place of every target token in the draft vocabulary.
+TABLES = ("target_embedding", "target_head", "draft_slot")
 
 
 @dataclass
@@ -52,7 +60,7 @@ class DraftOutput:
 
 
 def most_likely(logits: Tensor) -> Tensor:
-    """argmax over the last dimension, the first of equals. On a CPU by NumPy, whose loop is five times faster than torch's."""
+    """argmax over the last dimension, the first of equals. On a CPU by NumPy: its loop is five times faster."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
     return torch.from_numpy(logits.detach().numpy().argmax(-1))
@@ -76,8 +84,9 @@ def log_category_prior(prior_logits: Tensor, category_temperature: float) -> Ten
 class DBlastDrafter(PreTrainedModel):
     """A block drafter with K latent categories.
 
-    The embedding table and the LM head are the target's own and frozen:
-    :meth:`attach` borrows them, they are neither trained nor saved.
+    The embedding table and the LM head are the target's own and frozen: :meth:`attach` borrows them. They move
+    between devices with the drafter, but stay in the target's dtype, are shared with the target where they can be,
+    and are neither trained, copied nor saved. Products with the head run in the dtype of the drafter.
 
     Raises:
         DBlastError: from the constructor, for a configuration that cannot work.
@@ -100,8 +109,9 @@ class DBlastDrafter(PreTrainedModel):
             self.expander = nn.Linear(h, k * h)
             self.prior = nn.Linear(h, k)
         if config.draft_vocab_size:
-            self.register_buffer("draft_token_ids", torch.zeros(config.draft_vocab_size, dtype=torch.long))
-        self._borrowed: dict[str, Tensor] = {}
+            self.register_buffer("draft_token_ids", torch.full((config.draft_vocab_size,), -1))
+        for name in TABLES:
+            self.register_buffer(name, None, persistent=False)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -121,41 +131,69 @@ class DBlastDrafter(PreTrainedModel):
 
     # -- the target's tables -------------------------------------------------------------------
 
-    def attach(self, target: PreTrainedModel) -> DBlastDrafter:
+    def attach(self, target: Target | PreTrainedModel) -> DBlastDrafter:
         """Borrow the target's embedding table and LM head; returns self.
 
         Raises:
-            DBlastError: hidden size, vocabulary or layer count does not fit the target.
+            DBlastError: hidden size, vocabulary or layer count does not fit the target, or the drafter remembers
+                another one; of a bare model the tokenizer is not known and not compared.
         """
-        ours, theirs = self.config, target.config
-        for name, mine, its in (
-            ("hidden size", ours.hidden_size, theirs.hidden_size),
-            ("vocabulary", ours.vocab_size, theirs.vocab_size),
-            ("number of target layers", ours.num_target_layers, theirs.num_hidden_layers),
-        ):
-            if mine != its:
-                raise DBlastError(f"the drafter was made for a target with {name} {mine}, this target has {its}")
-        embedding = target.get_input_embeddings().weight.detach()
-        head = target.get_output_embeddings().weight.detach()
-        return self.attach_tables(embedding, head)
+        model = target.model if isinstance(target, Target) else target
+        config = self.config
+        sizes = (config.hidden_size, config.vocab_size, config.num_target_layers)
+        known = dict(zip(("hidden_size", "vocabulary", "target_layers"), sizes, strict=True))
+        known |= config.target_identity or {}
+        found = target.identity() if "tokenizer" in known and model is not target else shape_identity(model.config)
+        for name in known:
+            if known[name] != found.get(name, known[name]):
+                made = f"{config.target_name or 'a target'} with {name.replace('_', ' ')} {known[name]}"
+                raise DBlastError(f"the drafter was made for {made}, this target has {found[name]}")
+        embedding = model.get_input_embeddings().weight.detach()
+        return self.attach_tables(embedding, model.get_output_embeddings().weight.detach())
 
     def attach_tables(self, embedding: Tensor, head: Tensor) -> DBlastDrafter:
         """Borrow bare tables, both (V, H); with a draft vocabulary only its rows of the head are kept."""
-        dtype, device = self.fc.weight.dtype, self.fc.weight.device
-        head = head.to(device=device, dtype=dtype)
+        device = self.fc.weight.device
         if self.config.draft_vocab_size:
-            head = head[self.draft_token_ids]
-            slot = torch.full((self.config.vocab_size,), -1, dtype=torch.long, device=device)
-            slot[self.draft_token_ids] = torch.arange(len(self.draft_token_ids), device=device)
-            self._borrowed["slot"] = slot
-        self._borrowed["embedding"] = embedding.to(device=device, dtype=dtype)
-        self._borrowed["head"] = head
+            if not self.draft_vocabulary_is_set:
+                raise DBlastError("the draft vocabulary is not set; call drafter.set_draft_vocabulary(token_ids) first")
+            head = head[self.draft_token_ids.to(head.device)]
+            self.draft_slot = torch.full((self.config.vocab_size,), -1, device=device)
+            self.draft_slot[self.draft_token_ids] = torch.arange(len(self.draft_token_ids), device=device)
+        self.target_embedding, self.target_head = embedding.to(device), head.to(device)
         return self
 
     def _table(self, name: str) -> Tensor:
-        if name not in self._borrowed:
+        table = getattr(self, f"target_{name}")
+        if table is None:
             raise DBlastError("the drafter has no embedding table yet; call drafter.attach(target) first")
-        return self._borrowed[name]
+        return table
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DBlastDrafter:
+        """What ``.to()``, ``.half()``, ``.cuda()`` call: moves the borrowed tables and leaves their dtype alone."""
+        tables = {name: getattr(self, name) for name in TABLES if getattr(self, name) is not None}
+        self._buffers |= dict.fromkeys(tables)
+        super()._apply(fn, recurse)
+        for name, table in tables.items():
+            # Whole numbers of the same size are never converted.
+            bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[table.element_size()]
+            setattr(self, name, fn(table.view(bits)).view(table.dtype))
+        return self
+
+    def __deepcopy__(self, memo: dict) -> DBlastDrafter:
+        """A copy with weights of its own; the tables stay the target's."""
+        memo |= {id(table): table for table in map(self._buffers.get, TABLES) if table is not None}
+        memo[id(self)] = new = type(self).__new__(type(self))
+        new.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return new
+
+    @property
+    def draft_vocabulary_is_set(self) -> bool:
+        """Whether the tokens that may be proposed are known: always, unless a draft vocabulary waits to be filled."""
+        ids = getattr(self, "draft_token_ids", None)
+        if ids is None:
+            return True
+        return bool(ids.min() >= 0 and ids.max() < self.config.vocab_size and ids.unique().numel() == ids.numel())
 
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Fix the tokens the drafter may propose, (draft_vocab_size,) target ids; all others have q = 0.
@@ -167,7 +205,16 @@ class DBlastDrafter(PreTrainedModel):
         if token_ids.min() < 0 or token_ids.max() >= self.config.vocab_size:
             raise DBlastError("a draft vocabulary token lies outside the target's vocabulary")
         self.draft_token_ids.copy_(token_ids)
-        self._borrowed.clear()  # rows of the head cut for another vocabulary must not be read again
+        # Rows of the head cut for another vocabulary must not be read again.
+        self.target_embedding = self.target_head = self.draft_slot = None
+
+    def category_temperature(self, setting: str | SamplingSettings) -> float:
+        """Z_T that calibration chose for a sampling setting, by name or value; 1, the prior as trained, if none did."""
+        names = [name for name, known in SETTINGS.items() if setting in (name, known)]
+        if isinstance(setting, str) and not names:
+            raise DBlastError(f"unknown setting {setting!r}; known settings: {', '.join(SETTINGS)}")
+        chosen = self.config.category_temperatures or {}
+        return next((float(chosen[name]) for name in names if chosen.get(name) is not None), 1.0)
 
     def in_precision(self, precision: torch.dtype) -> torch.autocast:
         """Context in which this drafter's products run in ``precision``; float32 leaves everything as it is."""
@@ -205,7 +252,7 @@ class DBlastDrafter(PreTrainedModel):
         tokens[..., 0] = anchor_tokens
         offsets = torch.arange(size, device=anchor_positions.device)
         positions = (anchor_positions.unsqueeze(-1) + offsets).flatten(1)
-        x = F.embedding(tokens.flatten(1), self._table("embedding"))
+        x = F.embedding(tokens.flatten(1), self._table("embedding")).to(self.fc.weight.dtype)
         cos_sin = rotary(positions, self.config.head_dim, self.config.rope_theta)
         for layer, layer_context in zip(self.layers, context, strict=True):
             x = layer(x, cos_sin, layer_context, mask)
@@ -246,12 +293,19 @@ class DBlastDrafter(PreTrainedModel):
 
     # -- reading q -----------------------------------------------------------------------------
 
+    def _head(self, hidden: Tensor) -> Iterator[Tensor]:
+        """The head, (V', H), in the dtype of its product with ``hidden``; in pieces where a large one is converted."""
+        head, dtype = self._table("head"), product_dtype(hidden, self._table("head"))
+        whole = head.dtype == dtype or head.numel() <= CONVERTED_HEAD
+        return (part.to(dtype) for part in ([head] if whole else head.split(CONVERTED_HEAD // head.shape[1])))
+
     def logits(self, branch_hidden: Tensor) -> Tensor:
         """(..., H), as (N, K, b, H), to float32 logits (..., V'), V' the draft vocabulary (or the target's)."""
-        head = self._table("head")
         # Two dimensions: on a transposed 4-d input matmul falls into a batched product, ten times slower.
-        flat = branch_hidden.reshape(-1, branch_hidden.shape[-1]) @ head.T
-        return flat.view(*branch_hidden.shape[:-1], -1).float()
+        flat = branch_hidden.reshape(-1, branch_hidden.shape[-1])
+        parts = [flat @ head.T for head in self._head(flat)]
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        return logits.view(*branch_hidden.shape[:-1], -1).float()
 
     def log_q(self, branch_hidden: Tensor, tokens: Tensor) -> Tensor:
         """log q_i(x_i | y, z) of given tokens.
@@ -266,12 +320,13 @@ class DBlastDrafter(PreTrainedModel):
         Returns:
             (N, K, b) or (N, K, b, W) float32; -inf for tokens outside the draft vocabulary.
         """
-        slots = self._borrowed["slot"][tokens] if self.config.draft_vocab_size else tokens
+        head = self._table("head")
+        slots = self.draft_slot[tokens] if self.config.draft_vocab_size else tokens
         index = slots.unsqueeze(1).expand(*branch_hidden.shape[:-1], *tokens.shape[2:])
-        if branch_hidden.shape[:-1].numel() * len(self._table("head")) > PLAIN_LOGITS:
+        if branch_hidden.shape[:-1].numel() * len(head) > PLAIN_LOGITS:
             flat = branch_hidden.reshape(-1, branch_hidden.shape[-1])
             rows = index.reshape(len(flat), *tokens.shape[2:])
-            return chunked_log_q(flat, self._table("head"), rows).view(index.shape)
+            return chunked_log_q(flat, head, rows).view(index.shape)
         logits = self.logits(branch_hidden)
         columns = index.clamp(min=0).view(*logits.shape[:-1], -1)
         log_q = logits.gather(-1, columns) - logits.logsumexp(-1, keepdim=True)
@@ -279,9 +334,20 @@ class DBlastDrafter(PreTrainedModel):
 
     def greedy_tokens(self, branch_hidden: Tensor) -> Tensor:
         """argmax_v q_i(v | y, z) as target ids: (N, K, b) (eq. 18)."""
-        flat = branch_hidden.reshape(-1, branch_hidden.shape[-1])
-        rows = max(1, GREEDY_LOGITS // len(self._table("head")))
-        best = torch.cat([most_likely(self.logits(part)) for part in flat.split(rows)]).view(branch_hidden.shape[:-1])
+        flat = branch_hidden.detach().reshape(-1, branch_hidden.shape[-1])
+        best = torch.zeros(len(flat), dtype=torch.long, device=flat.device)
+        peak, start = torch.full(best.shape, float("-inf"), device=flat.device), 0
+        for head in self._head(flat):
+            rows = max(1, GREEDY_LOGITS // len(head))
+            for part, best_part, peak_part in zip(flat.split(rows), best.split(rows), peak.split(rows), strict=True):
+                logits = (part @ head.T).float()
+                winner = most_likely(logits)
+                value = logits.gather(1, winner.unsqueeze(1)).squeeze(1)
+                # The first of equals, across pieces too.
+                best_part.copy_(torch.where(value > peak_part, winner + start, best_part))
+                torch.maximum(peak_part, value, out=peak_part)
+            start += len(head)
+        best = best.view(branch_hidden.shape[:-1])
         return self.draft_token_ids[best] if self.config.draft_vocab_size else best
 
     def category_parameters(self) -> int:
@@ -289,86 +355,96 @@ class DBlastDrafter(PreTrainedModel):
         heads = [module for name, module in self.named_children() if name in ("expander", "prior")]
         return sum(p.numel() for module in heads for p in module.parameters())
 
+    # -- making, saving and loading ------------------------------------------------------------
 
-def add_categories(backbone: DBlastDrafter, num_categories: int, seed: int) -> DBlastDrafter:
-    """A copy of a (K = 0 or any K) drafter with fresh category heads for ``num_categories``.
+    def with_categories(self, num_categories: int, seed: int) -> DBlastDrafter:
+        """A copy with fresh heads for K categories, drawn from ``seed``, in place of what heads there were.
 
-    The heads are drawn from ``seed``; backbone weights and borrowed tables are those of ``backbone``.
-    """
-    if num_categories < 1:
-        raise DBlastError(f"number of categories K must be at least 1, got {num_categories}")
-    settings = backbone.config.to_dict() | {"num_categories": num_categories}
-    config = DBlastConfig(**{key: value for key, value in settings.items() if key not in ("model_type",)})
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        drafter = DBlastDrafter(config)
-    state = {k: v for k, v in backbone.state_dict().items() if not k.startswith(("expander.", "prior."))}
-    drafter.load_state_dict(state, strict=False)
-    drafter.to(device=backbone.device, dtype=backbone.dtype)
-    drafter._borrowed = dict(backbone._borrowed)
-    return drafter
+        Raises:
+            DBlastError: K below 1; a drafter without category heads is one to start from.
+        """
+        if num_categories < 1:
+            raise DBlastError(f"number of categories K to add must be at least 1, got {num_categories}")
+        config = copy.deepcopy(self.config)
+        config.num_categories = num_categories
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            drafter = type(self)(config)
+        state = {k: v for k, v in self.state_dict().items() if not k.startswith(("expander.", "prior."))}
+        drafter.load_state_dict(state, strict=False)
+        drafter.to(device=self.device, dtype=self.dtype)
+        for name in TABLES:
+            setattr(drafter, name, getattr(self, name))
+        return drafter
 
+    @classmethod
+    def load(cls, path_or_id: str | Path, *, dtype: torch.dtype | None = None, revision: str = "main") -> DBlastDrafter:
+        """A saved drafter, or a public DFlash checkpoint (z-lab's format, K = 0): a folder or a Hugging Face id.
 
-def load_dflash(path: str | Path, num_categories: int = 0, seed: int = 0) -> DBlastDrafter:
-    """Load a public DFlash checkpoint (z-lab's format) as a drafter, K = 0, or with fresh category heads.
+        Args:
+            dtype: None takes the stored one.
+            revision: commit or tag on the hub.
 
-    Raises:
-        DBlastError: the checkpoint is missing, or lacks or has extra parameters.
-    """
-    try:
-        config = DBlastConfig.from_pretrained(path)
-        config.num_categories = 0
-        # Sizes that do not fit come back in the report, beside missing and unexpected names.
-        drafter, info = DBlastDrafter.from_pretrained(
-            path, config=config, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise DBlastError(f"could not load a DFlash checkpoint from {path}: {str(error).splitlines()[0]}") from error
-    names = {kind: sorted(info[f"{kind}_keys"])[:3] for kind in ("missing", "unexpected", "mismatched")}
-    if any(names.values()):
-        found = ", ".join(f"{kind} {some}" for kind, some in names.items() if some)
-        raise DBlastError(f"{path} is not a DFlash checkpoint of this shape: {found}")
-    return add_categories(drafter, num_categories, seed) if num_categories else drafter
+        Raises:
+            DBlastError: no drafter is there, or its configuration and weights do not fit each other or this class.
+            ArtefactError: files are not those of the folder's manifest, where it has one, or weights are not finite.
+        """
+        return cls.from_pretrained(path_or_id, dtype=dtype or "auto", revision=revision).eval()
 
+    @classmethod
+    def from_pretrained(
+        cls, path_or_id: str | Path, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> DBlastDrafter | tuple[DBlastDrafter, dict]:
+        """What transformers calls :meth:`load`, with its options and the same refusals; safetensors alone are read."""
+        folder, advice = Path(path_or_id), "give a saved drafter, or a DFlash checkpoint"
+        if (folder / MANIFEST).is_file():
+            check_manifest(folder)
+        if folder.is_dir() and not any(folder.glob("*.safetensors")) and (pickles := sorted(folder.glob("*.bin"))):
+            found = f"{pickles[0].name} is a pickle, which can run code: save it as model.safetensors"
+            raise DBlastError(f"{folder} holds no drafter ({found}); {advice}")
+        # What does not fit comes back in the report; otherwise it is a page of error, or only logged.
+        kwargs |= {"use_safetensors": True, "ignore_mismatched_sizes": True, "output_loading_info": True}
+        try:
+            with quiet_loading(report=False):
+                drafter, info = super().from_pretrained(path_or_id, *args, **kwargs)
+        except DBlastError as error:
+            raise type(error)(f"{path_or_id}: {error}") from None
+        except (OSError, ValueError, SafetensorError) as error:
+            reason = str(error).splitlines()[0]
+            where = "" if folder.is_dir() else "no such folder, and none from the hub: "
+            raise DBlastError(f"{path_or_id} holds no drafter ({where}{reason}); {advice}") from error
+        for kind in ("missing", "unexpected", "mismatched"):
+            if names := sorted(str(key[0] if isinstance(key, tuple) else key) for key in info[f"{kind}_keys"]):
+                what = f"its config.json does not fit its weights: {kind} {', '.join(names[:3])}"
+                raise DBlastError(f"{path_or_id} holds no drafter ({what}); {advice}")
+        for name, value in drafter.state_dict().items():
+            if not torch.isfinite(value).all():
+                raise ArtefactError(f"{path_or_id} is damaged, or its training failed: {name} is not finite")
+        return (drafter, info) if output_loading_info else drafter
 
-MANIFEST, RECORD = "manifest.json", "training.json"
+    def save(self, folder: str | Path, record: dict | None = None, *, dtype: torch.dtype | None = None) -> Path:
+        """Write a new folder for :meth:`load`, with a manifest; it appears whole or not at all.
 
+        Args:
+            record: JSON-like account of the training, written beside it.
+            dtype: of the stored weights; None leaves them as they are.
 
-def check_checkpoint(folder: Path) -> Path:
-    """Compare a checkpoint with its manifest; returns the folder.
-
-    Raises:
-        ArtefactError: a file is missing or its content is not the one that was written.
-    """
-    advice = "restore it with git, or make it again with `python -m dblast pretrain`"
-    try:
-        expected = dict(json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sha256"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ArtefactError(f"the manifest in {folder} is missing or damaged ({type(error).__name__}); {advice}") from None
-    for name in {"config.json", "model.safetensors", RECORD} | expected.keys():
-        path = folder / name
-        if not path.is_file() or sha256_file(path) != expected.get(name):
-            raise ArtefactError(f"{path} is missing or damaged; {advice}")
-    return folder
-
-
-def write_checkpoint(drafter: DBlastDrafter, record: dict, folder: Path) -> Path:
-    """Save a drafter in bfloat16 with its record and manifest; the folder appears whole or not at all.
-
-    Args:
-        record: JSON-like account of the training.
-
-    Raises:
-        DBlastError: the folder exists already.
-    """
-    if folder.exists():
-        raise DBlastError(f"{folder} exists already; move it away, or choose another folder")
-    scratch = folder.with_name(folder.name + ".part")
-    shutil.rmtree(scratch, ignore_errors=True)
-    with quiet_loading():
-        copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(scratch)
-    (scratch / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
-    hashes = {path.name: sha256_file(path) for path in sorted(scratch.iterdir())}
-    (scratch / MANIFEST).write_text(json.dumps({"sha256": hashes}, indent=1), encoding="utf-8")
-    os.replace(scratch, folder)
-    return folder
+        Raises:
+            DBlastError: the folder exists already.
+        """
+        folder = Path(folder)
+        if folder.exists():
+            raise DBlastError(f"{folder} exists already; move it away, or choose another folder")
+        scratch = folder.with_name(folder.name + ".part")
+        shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            with quiet_loading():
+                copy.deepcopy(self).to(dtype or self.dtype).save_pretrained(scratch)
+            if record is not None:
+                (scratch / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+            write_manifest(scratch)
+            os.replace(scratch, folder)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
+        return folder

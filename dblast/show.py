@@ -51,17 +51,25 @@ def progress(total: int, description: str | None, unit: str = "step", initial: i
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Hide the loading bars of transformers and datasets, which take a second here and fill notebooks."""
+def quiet_loading(report: bool = True) -> Iterator[None]:
+    """Hide the loading bars of transformers and datasets, which take a second here and fill notebooks.
+
+    Args:
+        report: False also hides what transformers logs about weights that do not fit, where the caller refuses them.
+    """
     from datasets.utils import logging as datasets_logging
     from transformers.utils import logging as transformers_logging
 
     shown = transformers_logging.is_progress_bar_enabled(), datasets_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     datasets_logging.disable_progress_bar()
+    if not report:
+        transformers_logging.set_verbosity_error()
     try:
         yield
     finally:
+        transformers_logging.set_verbosity(verbosity)
         if shown[0]:
             transformers_logging.enable_progress_bar()
         if shown[1]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Callable
 
 # Read when huggingface_hub is imported: no test may reach for the network.
@@ -28,7 +29,7 @@ from dblast.trajectories import Trajectory
 VOCABULARY_SIZE, EOS_TOKEN_ID, MASK_TOKEN_ID = 40, 2, 3
 
 # The models here are tiny: more threads only wait for each other, and very long where another process runs.
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("DBLAST_TEST_THREADS", "1")))
 
 SHAPE = dict(
     vocab_size=VOCABULARY_SIZE,
@@ -44,6 +45,21 @@ SHAPE = dict(
     # Large weights: at the default size every random model predicts nearly the same token everywhere.
     initializer_range=0.15,
 )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Shuffle the files and the tests of each file where a seed is given, so that no test leans on an earlier one."""
+    if seed := os.environ.get("DBLAST_TEST_ORDER_SEED"):
+        chooser = random.Random(int(seed))
+        files = {}
+        for item in items:
+            files.setdefault(item.path, []).append(item)
+        # File by file: fixtures of a module are made once.
+        order = list(files)
+        chooser.shuffle(order)
+        for path in order:
+            chooser.shuffle(files[path])
+        items[:] = [item for path in order for item in files[path]]
 
 
 def seeded(seed: int, build: Callable):
@@ -67,6 +83,7 @@ def cache_folder(tmp_path_factory, monkeypatch):
     """No test reads or fills the user's cache."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("DBLAST_CACHE", str(folder))
+    monkeypatch.delenv("DBLAST_REGENERATE", raising=False)
     return folder
 
 
@@ -104,8 +121,7 @@ def make_drafter() -> Callable[..., DBlastDrafter]:
 
     def build(target: Target, *, num_categories: int = 2, seed: int = 3, random_heads: bool = True, **settings):
         settings = dict(num_layers=2, block_length=3, mask_token_id=MASK_TOKEN_ID) | settings
-        config = DBlastConfig.for_target(target.model.config, num_categories=max(1, num_categories), **settings)
-        config.num_categories = num_categories
+        config = DBlastConfig.for_target(target.model.config, num_categories=num_categories, **settings)
         config.initializer_range = 0.15
         drafter = seeded(seed, lambda: DBlastDrafter(config)).eval()
         heads = [drafter.expander, drafter.prior] if num_categories else []

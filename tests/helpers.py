@@ -1,4 +1,4 @@
-"""Toy targets and drafters small enough to enumerate, toy scores, and the tolerance that comparisons use."""
+"""Toy targets and drafters small enough to enumerate, toy scores, and the tolerances that comparisons use."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pandas as pd
 import torch
+from scipy.stats import norm, t
 from torch import Tensor
 
 #: A toy target: the distribution over the next token after every prefix shorter than its depth.
@@ -21,6 +22,73 @@ def assert_close(actual, expected, tolerance: float = 1e-6) -> None:
     if expected.ndim == 0:
         expected = expected.expand_as(actual)
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+#: What roundings add up to in a small model, relative and absolute; bfloat16 is what float32 numbers are stored as.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 2**-6}
+
+
+def assert_same_computation(actual: Tensor, expected: Tensor) -> None:
+    """The same numbers, computed twice: equal up to the rounding of their type; integers and truth values are equal.
+
+    Equal bits would test the machine: the order of a sum, and so its last bits, depends on shapes, on the number of
+    threads, on the processor, and on where in memory the numbers begin, which differs between weights made in memory
+    and weights read from a file. What is only copied (weights, tokens, files) is compared with ``torch.equal``.
+    """
+    assert actual.dtype == expected.dtype
+    assert_close(actual, expected, ROUNDING.get(actual.dtype, 0.0))
+
+
+def assert_greedy(tokens: Tensor, logits: Tensor) -> None:
+    """The tokens are likeliest, (...) of (..., V); either of two that rounding cannot tell apart may be chosen."""
+    chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+    assert_close(chosen, logits.amax(-1), 1e-5)
+
+
+def target_logits(drafter, hidden: Tensor) -> Tensor:
+    """The drafter's logits with a column for every token of the target, -inf outside its draft vocabulary."""
+    logits = drafter.logits(hidden)
+    if not drafter.config.draft_vocab_size:
+        return logits
+    dense = logits.new_full((*logits.shape[:-1], drafter.config.vocab_size), -torch.inf)
+    dense[..., drafter.draft_token_ids] = logits
+    return dense
+
+
+#: Standard errors that an estimate may be off. A right one is off by more once in 150,000 seeds (normal law, both
+#: sides), so that a hundred such comparisons raise a false alarm in less than one of a thousand seeds.
+ERRORS = 4.5
+
+
+def assert_within_errors(estimate, expected, standard_error, errors: float = ERRORS, units: int | None = None) -> None:
+    """Every estimate lies within so many standard errors of what is expected; a standard error of 0 wants equality.
+
+    Args:
+        units: prompts, or whatever the standard error was estimated from, where they are few: by Student's law more
+            errors are then allowed, with the same chance of a false alarm.
+    """
+    if units is not None:
+        errors = t.isf(norm.sf(errors), units - 1)
+    estimate, expected, standard_error = (
+        torch.as_tensor(x, dtype=torch.float64).detach() for x in (estimate, expected, standard_error)
+    )
+    # The last term is for rounding alone.
+    allowed = errors * standard_error + 1e-6 * expected.abs()
+    distance = (estimate - expected).abs()
+    assert (distance <= allowed).all(), f"{estimate} against {expected}: {distance / standard_error} standard errors"
+
+
+def frequency_error(probability, draws: int):
+    """Standard error of a frequency among so many independent draws."""
+    probability = torch.as_tensor(probability, dtype=torch.float64)
+    return (probability * (1 - probability) / draws).sqrt()
+
+
+def move_in_memory(module: torch.nn.Module) -> None:
+    """Put the weights, unchanged, one number behind an aligned address, where some kernels add in another order."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        storage = torch.empty(tensor.numel() + 1, dtype=tensor.dtype)
+        tensor.data = storage[1:].view(tensor.shape).copy_(tensor.data)
 
 
 def generator(seed: int) -> torch.Generator:

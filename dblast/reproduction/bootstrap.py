@@ -13,7 +13,7 @@ from dblast.reproduction.estimates import gain, per_prompt
 
 @dataclass(frozen=True)
 class Resampled:
-    """A number with a 95 % percentile interval from a bootstrap over n prompts (and training seeds, if several)."""
+    """A number with a 95 % percentile interval from a bootstrap over n prompts (and fine-tuning seeds, if several)."""
 
     value: float
     low: float
@@ -37,11 +37,11 @@ def bootstrap_gain(
     """:func:`dblast.reproduction.estimates.gain` with a paired bootstrap interval over prompts.
 
     A replicate draws as many prompts as there are, within every task if ``macro``, the same
-    ones for both sides; training seeds stay as they are, so that the interval is of prompts
+    ones for both sides; fine-tuning seeds stay as they are, so that the interval is of prompts
     alone and the spread over seeds can be shown beside it.
 
     Args:
-        ours, base: replay scores on the same prompts, all training seeds together.
+        ours, base: replay scores on the same prompts, all fine-tuning seeds together.
         macro: average tasks with equal weight.
         generator: default: one with a fixed seed.
 
@@ -76,7 +76,7 @@ def best_category_temperature_shift(
 
     The best Z_T is the one with the largest accepted length on all rows given (give both
     splits), ties to the smaller, as in :func:`choose_category_temperature`. An argmax has
-    no delta method: every replicate draws prompts, and training seeds, with replacement,
+    no delta method: every replicate draws prompts, and fine-tuning seeds, with replacement,
     the same ones for both sides. The interval ends on values that were drawn, the outer ones.
 
     Args:

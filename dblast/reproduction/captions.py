@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping
 
 
 def seeds_in_words(seeds: int) -> str:
-    """``1 training seed``, ``3 training seeds``."""
-    return f"{seeds} training seed{'s' if seeds > 1 else ''}"
+    """``1 fine-tuning seed``, ``3 fine-tuning seeds``."""
+    return f"{seeds} fine-tuning seed{'s' if seeds > 1 else ''}"
 
 
 def over_prompts(seeds: int, paired: bool = False) -> str:
-    """What an error is over: prompts, and training seeds only where there are several, since one has no spread."""
+    """What an error is over: prompts, and fine-tuning seeds only where there are several, since one has no spread."""
     prompts = "prompts (paired)" if paired else "prompts"
-    return f"{prompts} and training seeds" if seeds > 1 else prompts
+    return f"{prompts} and fine-tuning seeds" if seeds > 1 else prompts
 
 
 def error_words(seeds: int) -> str:
-    """What ± is in a table of accepted lengths and gains from so many training seeds."""
+    """What ± is in a table of accepted lengths and gains from so many fine-tuning seeds."""
     return f"± one standard error: over prompts for lengths, over {over_prompts(seeds, paired=True)} for gains."
 
 

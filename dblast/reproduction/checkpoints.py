@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dblast.drafter import check_checkpoint
 from dblast.errors import DBlastError
+from dblast.manifest import check_manifest
 from dblast.reproduction.paths import DATA
 
 CHECKPOINTS = DATA / "checkpoints"
@@ -30,4 +30,4 @@ def shipped_drafter(target: str) -> Path:
         raise DBlastError(
             f"no drafter is shipped for {target!r}, only for {', '.join(SHIPPED)}; start from 'target' or 'random' instead"
         )
-    return check_checkpoint(CHECKPOINTS / SHIPPED[target])
+    return check_manifest(CHECKPOINTS / SHIPPED[target])

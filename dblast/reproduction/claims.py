@@ -34,7 +34,7 @@ COLUMNS = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict", "
 VERDICT_RULE = (
     "The 95 % interval decides the sign and nothing else: all above zero is 'reproduced', all below zero "
     "'not reproduced', across zero 'undecided'; whether the size agrees is to be read from 'ours' beside 'paper'. "
-    "Intervals are over prompts and, where 'seeds' is above 1, over training seeds too, with Student's quantile: few seeds "
+    "Intervals are over prompts and, where 'seeds' is above 1, over fine-tuning seeds too, with Student's quantile: few seeds "
     "make them wide."
 )
 
@@ -83,7 +83,7 @@ class _Target:
         return self.pick(setting, *_METHODS[name])
 
     def compare(self, claim: str, paper: str, estimate: Callable[..., Estimate], *tables: pd.DataFrame) -> None:
-        """A row from a macro-averaged estimate, on the training seeds that all sides have and with their noise."""
+        """A row from a macro-averaged estimate, on the fine-tuning seeds that all sides have and with their noise."""
         self.add(claim, paper, with_seed_noise(estimate, *common_seeds(*tables), macro=True))
 
     def add(self, claim: str, paper: str, estimate: Estimate | Resampled) -> None:
@@ -214,7 +214,7 @@ def claims_table(
     """Claims that replay scores can decide (and Figure 1's points and step times, if given), per target; quantities are
     stated so that the claim means positive.
 
-    Errors are paired by prompt. Where the variants have several training seeds in common
+    Errors are paired by prompt. Where the variants have several fine-tuning seeds in common
     (column ``seeds``), the seeds' noise is part of the interval; with one it is not known.
 
     Returns:
@@ -259,7 +259,7 @@ def claims_display(claims: pd.DataFrame) -> Table:
     return Table(
         "claims",
         "Claims",
-        "Each number is positive if the claim holds: ours with its 95 % interval (over prompts and training seeds; the cost "
+        "Each number is positive if the claim holds: ours with its 95 % interval (over prompts and fine-tuning seeds; the cost "
         "of K = 4 over prompts), then whether the whole interval is above zero (yes), below (no) or neither (open). The sizes "
         "are for the reader to compare; the paper's are means over Qwen3-4B and 8B where it has both. The two rows against the paper's trend are "
         "cells where a part of the method does not help in the paper: 'no' there is a part that does help here.",

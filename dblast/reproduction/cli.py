@@ -1,12 +1,11 @@
 """Command line: ``python -m dblast fetch | profiles | drafter | evaluate | pretrain | train | generate | reproduce |
-report | check-results | cache``.
+report | readme | check-results | cache``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 
 from dblast.errors import DBlastError, storage_reason
 from dblast.reproduction import own_commands
+from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROMPT_SOURCES, STARTS
 
 if TYPE_CHECKING:
     from dblast.reproduction.plans import Plan
@@ -56,11 +56,11 @@ own_commands.register(app)
 Target = Annotated[str, typer.Option(help="Which of the profile's targets.")]
 Model = Annotated[str | None, typer.Option(help="Your own target: a local folder or a Hugging Face id.")]
 MaskTokenId = Annotated[int | None, typer.Option(help="Unused token of your target for the draft slots.")]
-Prompts = Annotated[str | None, typer.Option(help="Evaluation prompts: bundled, hub or a JSONL file.")]
+Prompts = Annotated[str | None, typer.Option(help=f"Evaluation prompts: {', '.join(PROMPT_SOURCES)} or a JSONL file.")]
 Tasks = Annotated[str | None, typer.Option(help="Only these tasks, comma-separated.")]
 BlockLength = Annotated[int | None, typer.Option(help="Draft block length b.")]
 Layers = Annotated[int | None, typer.Option(help="Draft layers; the drafter is then pre-trained, not the shipped one.")]
-Start = Annotated[str | None, typer.Option(help="shipped, target, random, or a public DFlash checkpoint.")]
+Start = Annotated[str | None, typer.Option(help=f"{', '.join(STARTS)}, or a public DFlash checkpoint.")]
 PretrainSteps = Annotated[int | None, typer.Option(help="Pre-training steps, if the drafter is pre-trained.")]
 PretrainingPrompts = Annotated[int | None, typer.Option(help="Prompts of pre-training, if they are others than those of fine-tuning.")]
 Output = Annotated[Path | None, typer.Option(help="Copy the finished drafter to this new folder.")]
@@ -84,11 +84,11 @@ def train(
     loss: Annotated[
         str,
         typer.Option(
-            help="NLL, AL, CE, or another objective: DPACE, TRUNC, FOCAL, CHAIN, L2R, EAL, TV, NLA, LK, KD; "
-            "TV1, NLA1, LK1 use the sampled token alone."
+            help=f"{', '.join(LOSSES)}, or another objective: {', '.join(OBJECTIVES)}; "
+            "those ending in 1 use the sampled token alone."
         ),
     ] = "AL",
-    construction: Annotated[str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")] = "all_prefixes",
+    construction: Annotated[str, typer.Option(help=f"AL loss: {', '.join(AL_CONSTRUCTIONS)}.")] = "all_prefixes",
     seed: Annotated[int, typer.Option(help="Seed of category heads and data order.")] = 0,
     model: Model = None,
     mask_token_id: MaskTokenId = None,
@@ -129,7 +129,13 @@ def train(
     plan = replace(plan, variants=(variant,), seeds=(seed,))
     plan.check()
 
-    from dblast.reproduction.experiments import check_target, prepare_pretrained, prepare_trajectories, prepare_variant
+    from dblast.reproduction.experiments import (
+        check_target,
+        export_drafter,
+        prepare_pretrained,
+        prepare_trajectories,
+        prepare_variant,
+    )
 
     check_target(plan)
     for setting in plan.data.settings:
@@ -138,8 +144,7 @@ def train(
     folder = prepare_variant(plan, variant, seed)
     _show_scores(plan)
     if output is not None:
-        shutil.copytree(folder, output, ignore=shutil.ignore_patterns("run", "stage.json"))
-        typer.echo(f"drafter copied to {output}")
+        typer.echo(f"drafter written to {export_drafter(plan, variant, seed, output)}")
     else:
         typer.echo(f"drafter in {folder}")
 
@@ -221,7 +226,7 @@ def generate(
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 20,
     top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 0.95,
     category_temperature: Annotated[float, typer.Option(help="Z_T; 0 takes the likeliest category.")] = 1.0,
-    mode: Annotated[str, typer.Option(help="greedy_branch, soft or independent.")] = "greedy_branch",
+    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "greedy_branch",
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
 ) -> None:
@@ -279,6 +284,15 @@ def report(
 
     path = build_report(profile, output)
     typer.echo(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+
+
+@app.command()
+def readme() -> None:
+    """Write the tables of README.md and README.ko.md from the kept tables of profile cpu."""
+    from dblast.reproduction.readme import refresh
+
+    changed = [path.name for path in refresh()]
+    typer.echo(f"changed: {', '.join(changed)}" if changed else "nothing changed")
 
 
 @app.command("check-results")

@@ -38,6 +38,8 @@ def check_model_name(name: str, advice: str, prefix: str = "") -> None:
 
 def check_target_name(name: str) -> None:
     """Refuse a target that cannot be: not smollm2, not a folder, not of the form owner/name."""
+    if name == "tiny":
+        raise DBlastError("'tiny' is the target that profiles train, not one to load; for a folder give ./tiny")
     if name != "smollm2":
         check_model_name(name, "give a folder with a saved model, a Hugging Face id (owner/name) or smollm2")
 
@@ -79,36 +81,17 @@ def default_drafter() -> Path:
 
 
 def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
-    """A saved drafter in the target's dtype, attached, ready to decode.
+    """A saved drafter in the target's dtype, attached, ready to decode; the target then answers as it was trained to.
 
     Raises:
         DBlastError: the folder holds no drafter, or one for another target.
         ArtefactError: its files are not those of its manifest, if it has one.
     """
-    from safetensors import SafetensorError
+    from dblast.drafter import DBlastDrafter
 
-    from dblast.drafter import MANIFEST, DBlastDrafter, check_checkpoint
-    from dblast.show import quiet_loading
-
-    if (folder / MANIFEST).is_file():
-        check_checkpoint(folder)
-    try:
-        with quiet_loading():
-            # Sizes that do not fit come back in the report; otherwise they are a page of error.
-            drafter, info = DBlastDrafter.from_pretrained(
-                folder, dtype=target.model.dtype, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-    except (OSError, ValueError, SafetensorError) as error:
-        if isinstance(error, DBlastError):
-            raise
-        reason = str(error).splitlines()[0]
-        if not folder.is_dir():
-            reason = f"no such folder, and none from the hub: {reason}"
-        raise DBlastError(f"{folder} holds no drafter ({reason}); {_DRAFTER_ADVICE}") from error
-    wrong = sorted(map(str, {*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]}))
-    if wrong:
-        raise DBlastError(f"{folder} holds no drafter (its config.json does not fit its weights: {wrong[0]}); {_DRAFTER_ADVICE}")
-    return drafter.to(target.device).attach(target.model).eval()
+    drafter = DBlastDrafter.load(folder, dtype=target.model.dtype).to(target.device).attach(target)
+    target.chat_options |= drafter.config.chat_options or {}
+    return drafter
 
 
 def plain_speed(target: Target, prompt: list[int], settings: SamplingSettings | None, tokens: int, seed: int) -> float:

@@ -47,7 +47,7 @@ VARIANT_COLUMNS = ["target", "method", "K", "loss", "construction", "setting"]
 class Estimate:
     """A number with its standard error over n prompts.
 
-    ``seeds`` is set by :func:`with_seed_noise`: the training seeds whose spread is part of
+    ``seeds`` is set by :func:`with_seed_noise`: the fine-tuning seeds whose spread is part of
     the error. With 1 there is no spread to see; None is an error over prompts alone.
     ``freedom``: degrees of freedom of the error; infinite for one that is known.
     """
@@ -184,7 +184,7 @@ def _paired(tables: Sequence[pd.DataFrame], macro: bool) -> list[tuple[float, pd
 
 
 def common_seeds(*tables: pd.DataFrame) -> list[pd.DataFrame]:
-    """The tables without the training seeds that only some of them have.
+    """The tables without the fine-tuning seeds that only some of them have.
 
     Raises:
         DBlastError: a table is empty, or no seed is in all of them.
@@ -193,12 +193,12 @@ def common_seeds(*tables: pd.DataFrame) -> list[pd.DataFrame]:
         raise DBlastError("no scores for this selection")
     shared = set.intersection(*(set(table.seed) for table in tables))
     if not shared:
-        raise DBlastError("the variants have no training seed in common")
+        raise DBlastError("the variants have no fine-tuning seed in common")
     return [table[table.seed.isin(shared)] for table in tables]
 
 
 def with_seed_noise(estimate: Callable[..., Estimate], *tables: pd.DataFrame, macro: bool = False) -> Estimate:
-    """``estimate(*tables, macro=macro)`` with the noise of training seeds in its error.
+    """``estimate(*tables, macro=macro)`` with the noise of fine-tuning seeds in its error.
 
     The estimate is made anew from the rows of every seed, all sides of one seed together;
     the standard deviation of these values over sqrt(number of seeds) is the seed part.
@@ -226,7 +226,7 @@ def with_seed_noise(estimate: Callable[..., Estimate], *tables: pd.DataFrame, ma
 
 
 def seed_spread(scores: pd.DataFrame, macro: bool = False) -> float:
-    """Standard deviation of the accepted length over training seeds; NaN for one seed."""
+    """Standard deviation of the accepted length over fine-tuning seeds; NaN for one seed."""
     values = [_influence(rows, macro)[0] for _, rows in scores.groupby("seed")]
     return float(np.std(values, ddof=1)) if len(values) > 1 else float("nan")
 

@@ -20,11 +20,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dblast.backbone import DBlastConfig, default_taps
-from dblast.drafter import MANIFEST, RECORD, DBlastDrafter, add_categories, check_checkpoint
+from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
+from dblast.manifest import MANIFEST, RECORD
 from dblast.replay import score
 from dblast.reproduction.branch_health import drafter_health
 from dblast.reproduction.checkpoints import shipped_drafter
+from dblast.reproduction.estimates import choose_category_temperature
 from dblast.reproduction.identity import check_commit, model_identity
 from dblast.reproduction.initialise import start_drafter
 from dblast.reproduction.language import synthetic
@@ -35,7 +37,7 @@ from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
 from dblast.reproduction.stages import RUN, Stage
 from dblast.sampling import get_setting
 from dblast.show import progress, quiet_loading
-from dblast.targets import Target, load_target, sha256_file, wrap_target
+from dblast.targets import Target, load_target, propose_mask_token, sha256_file, wrap_target
 from dblast.training import train
 from dblast.trajectories import Trajectory, TrajectorySet, sample_trajectories
 
@@ -187,14 +189,12 @@ def on_pretraining_data(plan: Plan) -> Plan:
 
 def open_drafter(folder: Path, target: Target) -> DBlastDrafter:
     """A saved drafter, float32, attached to its target."""
-    with quiet_loading():
-        drafter = DBlastDrafter.from_pretrained(folder, dtype=torch.float32)
-    return drafter.to(target.device).attach(target.model).eval()
+    return DBlastDrafter.load(folder, dtype=torch.float32).to(target.device).attach(target)
 
 
 def for_decoding(drafter: DBlastDrafter, target: Target) -> DBlastDrafter:
     """The drafter in the target's precision, in which the decoding loop runs both."""
-    return drafter.to(target.model.dtype).attach(target.model).eval()
+    return drafter.to(target.model.dtype).attach(target).eval()
 
 
 #: Training sets up to this size are held in memory; larger ones are read from disk as they are drawn.
@@ -209,26 +209,22 @@ def check_target(plan: Plan) -> None:
     """Refuse a target that the plan's drafter cannot serve, before anything is sampled from it.
 
     Raises:
-        DBlastError: mask token unset or out of range, taps that do not exist, a vocabulary too small, a drafter to
-            start from that is damaged or of another shape.
+        DBlastError: mask token unset or out of range, taps that do not exist, a drafter to start from that is damaged
+            or of another shape.
     """
     target, shape = open_target(plan), plan.drafter
-    DBlastConfig.for_target(
-        target.model.config,
-        num_layers=shape.layers,
-        block_length=shape.block_length,
-        mask_token_id=target.mask_token_id,
-        target_layer_ids=taps(plan, target),
-    )
-    if shape.draft_vocabulary > target.model.config.vocab_size:
-        raise DBlastError(
-            f"a draft vocabulary of {shape.draft_vocabulary} tokens does not fit a target of "
-            f"{target.model.config.vocab_size}; choose a smaller one"
-        )
     if not shape.pretrained_here:
-        if (Path(shape.start) / MANIFEST).is_file():
-            check_checkpoint(Path(shape.start))
         start_drafter(shape, target, [], taps(plan, target))
+        return
+    if target.mask_token_id is None:
+        idea = propose_mask_token(target.tokenizer, target.model.config.vocab_size)
+        advice = "" if idea is None else f"; {idea} looks unused"
+        raise DBlastError(
+            f"no mask token is known for {target.name}: give one that its text never has, --mask-token-id ID{advice}"
+        )
+    DBlastConfig.for_target(
+        target, num_layers=shape.layers, block_length=shape.block_length, target_layer_ids=taps(plan, target)
+    )
 
 
 def training_curve(plan: Plan) -> Callable[[DBlastDrafter], dict]:
@@ -315,7 +311,7 @@ def prepare_variant(plan: Plan, variant: Variant, seed: int, threads: int | None
     def compute(folder: Path) -> None:
         target = open_target(plan)
         pretrained = open_drafter(prepare_pretrained(plan), target)
-        drafter = add_categories(pretrained, variant.K, seed)
+        drafter = pretrained.with_categories(variant.K, seed)
         history = train(
             drafter,
             _held(prepare_trajectories(plan, "training")),
@@ -403,3 +399,20 @@ def collect_scores(plan: Plan) -> pd.DataFrame:
                 table.insert(place, column, value)
             tables.append(table)
     return pd.concat(tables, ignore_index=True)
+
+
+def export_drafter(plan: Plan, variant: Variant, seed: int, output: Path) -> Path:
+    """Write a finished variant to a new folder, with what it was made by, of and for, and its calibrated Z_T.
+
+    Raises:
+        DBlastError: the folder exists already.
+    """
+    folder = prepare_variant(plan, variant, seed)
+    scores = collect_scores(replace(plan, variants=(variant,), seeds=(seed,)))
+    chosen = choose_category_temperature(scores).set_index("setting").category_temperature.dropna()
+    recipe = {"drafter": asdict(plan.drafter), "variant": asdict(variant), "seed": seed}
+    recipe |= {"training": asdict(plan.finetune_config(variant, seed)), "data": asdict(plan.data)}
+    drafter = DBlastDrafter.load(folder)
+    drafter.config.category_temperatures, drafter.config.recipe = chosen.to_dict(), recipe
+    history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    return drafter.save(output, recipe | {"target": plan.target, "history": history})

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dblast.backbone import DBlastConfig
-from dblast.drafter import DBlastDrafter, load_dflash
+from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.reproduction.checkpoints import shipped_drafter
 from dblast.targets import Target
@@ -31,7 +31,9 @@ def start_drafter(
     """
     if not shape.pretrained_here:
         # Published checkpoints are bfloat16; training wants float32 master weights.
-        drafter = load_dflash(shipped_drafter(target.name) if shape.start == "shipped" else shape.start).float()
+        drafter = DBlastDrafter.load(shipped_drafter(target.name) if shape.start == "shipped" else shape.start).float()
+        if drafter.config.num_categories:
+            raise DBlastError(f"{shape.start} has category heads already; start from one without, as `pretrain` makes")
         if drafter.config.block_length != shape.block_length:
             raise DBlastError(
                 f"the {shape.start} drafter drafts blocks of {drafter.config.block_length} tokens, the plan wants "
@@ -42,20 +44,24 @@ def start_drafter(
                 f"{shape.start} taps target layers {drafter.config.target_layer_ids}, the plan {taps}; "
                 "set the plan's taps to the checkpoint's"
             )
-        return drafter.to(target.device).attach(target.model)
+        drafter.to(target.device).attach(target)
+        # It goes on learning from this target, whether or not it knew its name.
+        drafter.config.remember(target)
+        return drafter
+    vocabulary = target.model.config.vocab_size
     config = DBlastConfig.for_target(
-        target.model.config,
+        target,
         num_layers=shape.layers,
         block_length=shape.block_length,
-        mask_token_id=target.mask_token_id,
+        # A plain DFlash drafter: heads trained here would be dropped when a variant gets its own.
+        num_categories=0,
         target_layer_ids=taps,
-        draft_vocab_size=shape.draft_vocabulary,
+        # A small target's whole vocabulary needs no choice.
+        draft_vocab_size=shape.draft_vocabulary if shape.draft_vocabulary < vocabulary else 0,
     )
-    # A plain DFlash drafter: heads trained here would be dropped when a variant gets its own.
-    config.num_categories = 0
     drafter = new_drafter(config, target, shape.seed)
-    if shape.draft_vocabulary:
-        drafter.set_draft_vocabulary(frequent_tokens(trajectories, shape.draft_vocabulary, config.vocab_size))
+    if config.draft_vocab_size:
+        drafter.set_draft_vocabulary(frequent_tokens(trajectories, config.draft_vocab_size, vocabulary))
     if shape.start == "target":
         start_from_target(drafter, target, tap_scales(trajectories, len(config.target_layer_ids)), shape.start_layers)
-    return drafter.attach(target.model)
+    return drafter.attach(target)

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 
 from dblast.cache import BlockDecoder
 from dblast.decoding import target_support
-from dblast.drafter import DBlastDrafter, add_categories
+from dblast.drafter import DBlastDrafter
 from dblast.reproduction.experiments import for_decoding, open_drafter, open_target, prepare_pretrained
 from dblast.reproduction.latency_tables import BARE, PARTS, REPEATS
 from dblast.reproduction.plans import Plan
@@ -141,7 +141,7 @@ def collect_latency(plan: Plan) -> pd.DataFrame:
     """
     target = open_target(plan)
     pretrained = open_drafter(prepare_pretrained(plan), target)
-    drafters = {k: add_categories(pretrained, k, 0) if k else pretrained for k in CATEGORIES}
+    drafters = {k: pretrained.with_categories(k, 0) if k else pretrained for k in CATEGORIES}
     drafters = {k: for_decoding(drafter, target) for k, drafter in drafters.items()}
     size = plan.drafter.block_length + 1
     prompts = [torch.tensor(p.ids) for p in evaluation_prompts(plan, target) if len(p.ids) > size]

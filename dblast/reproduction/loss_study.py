@@ -68,7 +68,7 @@ def loss_rows(scores: pd.DataFrame, target: str) -> pd.DataFrame:
     Returns:
         ``target, setting, loss, K, category_temperature, accepted_length, standard_error, seed_spread``, ``gain``
         (per cent over NLL with K = 1, DFlash's fine-tuning) and ``over_nll`` (per cent over NLL with the same K),
-        each with its ``_error`` over prompts (paired) and training seeds and the ends of its 95 % interval, ``_low`` and
+        each with its ``_error`` over prompts (paired) and fine-tuning seeds and the ends of its 95 % interval, ``_low`` and
         ``_high``; ``seeds``, and ``n`` prompts.
     """
     chosen, settings, losses, counts = _compared(scores, target)

@@ -24,7 +24,7 @@ _STREAM = 4_000_037
 
 
 def collect_online(plan: Plan) -> pd.DataFrame:
-    """Decode with DFlash and DBlast of the first training seed, at the calibrated Z_T, one new text a prompt.
+    """Decode with DFlash and DBlast of the first fine-tuning seed, at the calibrated Z_T, one new text a prompt.
 
     Returns:
         ``target, method, setting, task, prompt_id, category_temperature, emitted, passes`` (whole numbers, of the new

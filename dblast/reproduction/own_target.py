@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dblast.errors import DBlastError
+from dblast.reproduction.names import STARTS
 from dblast.reproduction.requirements import check_cache, check_numbers, check_output
 
 if TYPE_CHECKING:
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
 DRAFT_VOCABULARY = 8192
 #: Draft layers and tapped target layers, where the target has as many.
 LAYERS, TAPS = 3, 5
-#: Words that --start takes beside checkpoints.
-STARTS = ("target", "random", "shipped")
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Request:
 
     Attributes:
         prompts, train_prompts: JSONL files, ``data set:column``, or "bundled".
-        start: one of :data:`STARTS`, or a saved drafter or DFlash checkpoint.
+        start: one of :data:`dblast.reproduction.names.STARTS`, or a saved drafter or DFlash checkpoint.
         training_setting: sampling setting of the text that fine-tuning reads.
         draft_vocabulary: tokens the drafter may propose; 0 for all.
     """

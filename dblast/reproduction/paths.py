@@ -12,10 +12,23 @@ from dblast.targets import cache_folder
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"
 NOTEBOOKS = ROOT / "notebooks"
-FIGURES = ROOT / "figures"
-RUNS = ROOT / "runs"
 PAPER = DATA / "paper"
-RESULTS = DATA / "results"
+#: What runs write goes into the checkout, or into another folder, to leave what is kept alone.
+OUTPUT = Path(os.environ.get("DBLAST_OUTPUT", ROOT)).resolve()
+FIGURES = OUTPUT / "figures"
+RUNS = OUTPUT / "runs"
+RESULTS = OUTPUT / "data" / "results"
+
+#: Environment variable that asks for the kept figures and tables to be written anew; batch runs set it.
+REGENERATE = "DBLAST_REGENERATE"
+
+
+def figures_folder(profile: str) -> Path:
+    """Where a profile's figures and tables are written: ``figures/<profile>`` by a batch run.
+
+    A notebook that is only opened or tested leaves those as they are and writes to ``runs/figures/<profile>``.
+    """
+    return (FIGURES if os.environ.get(REGENERATE) else RUNS / "figures") / profile
 
 
 def use_empty_cache(folder: Path) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dblast.backbone import DBlastConfig
 from dblast.errors import DBlastError
 from dblast.reproduction.plans import Plan
+
+#: What ``--start`` means as a word; a folder of such a name is given as ``./target``.
+STARTS = ("shipped", "target", "random")
 
 
 def _given(**values: Any) -> dict[str, Any]:
@@ -18,15 +21,16 @@ def _given(**values: Any) -> dict[str, Any]:
 def _shape_of(folder: Path) -> dict[str, Any]:
     """What a saved drafter fixes of a plan's drafter."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        return {
-            "layers": config["num_hidden_layers"],
-            "taps": tuple(config["dflash_config"]["target_layer_ids"]),
-            "block_length": config["block_size"] - 1,
-            "draft_vocabulary": config.get("draft_vocab_size", 0),
-        }
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DBlastError(f"{folder} holds no drafter ({type(error).__name__}: {error}); give a saved one") from None
+        config = DBlastConfig.from_pretrained(folder)
+    except (OSError, ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise DBlastError(f"{folder} holds no drafter ({reason}); give a saved one") from None
+    return {
+        "layers": config.num_hidden_layers,
+        "taps": tuple(config.target_layer_ids),
+        "block_length": config.block_length,
+        "draft_vocabulary": config.draft_vocab_size,
+    }
 
 
 def customise(
@@ -49,14 +53,18 @@ def customise(
 
     Another ``model`` gets the default taps of its own depth and is pre-trained, as
     nothing is shipped for it; so is any drafter with other ``layers``. A folder as
-    ``start`` brings its taps, layers, block length and draft vocabulary.
+    ``start`` brings its taps, layers, block length and draft vocabulary. Words come
+    before folders of their name, for ``start`` as for ``model``.
 
     Raises:
-        DBlastError: a model or mask token of one's own on a plan for a target that is trained here, or a start without a drafter.
+        DBlastError: a model or mask token of one's own on a plan for a target that is trained here, or a start without
+            a drafter.
     """
     if model is not None:
         if plan.tiny is not None:
             raise DBlastError("--model needs a plan for loaded targets; add --target smollm2")
+        if model == "tiny":
+            raise DBlastError("'tiny' is the target that profiles train: give --target tiny, or ./tiny for a folder")
         plan = replace(plan, target=model, label=Path(model).name)
     if mask_token_id is not None and plan.tiny is not None:
         raise DBlastError("--mask-token-id is for loaded targets, the tiny one has its own; add --target smollm2")
@@ -64,7 +72,7 @@ def customise(
         start = start or "target"
     # What comes later counts.
     changes: dict[str, Any] = {"taps": None} if model is not None or layers is not None else {}
-    if start and Path(start).is_dir():
+    if start and start not in STARTS and Path(start).is_dir():
         changes |= _shape_of(Path(start))
     changes |= _given(start=start, layers=layers, block_length=block_length, mask_token_id=mask_token_id)
     common = _given(prompts=prompts, tasks=tasks and tuple(name.strip() for name in tasks.split(",")))

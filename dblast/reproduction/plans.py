@@ -146,7 +146,7 @@ class Plan:
         target: "tiny", "smollm2", a folder or a Hugging Face id.
         label: the target's name in tables.
         variants: fine-tuned from the pre-trained drafter, each with every seed.
-        seeds: training seeds (category heads and data order).
+        seeds: fine-tuning seeds (category heads and data order).
         parallel: variants trained side by side on a CPU, one thread each.
         pretrain: how the drafter that all variants start from is trained; of a shipped one, how it was.
         pretrain_data: what it is trained on, if not ``data``.

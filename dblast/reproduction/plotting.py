@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 from PIL import Image
 
-from dblast.reproduction.paths import FIGURES
+from dblast.reproduction.paths import figures_folder
 from dblast.reproduction.tables import OBJECTIVE_NAMES, SETTINGS_ORDER, paper_gains, read_paper
 
 #: Okabe and Ito's colour-blind-safe palette; a method keeps its colour in every figure, and nothing else has it.
@@ -105,11 +105,11 @@ def legend_below(figure: Figure, axes, columns: int | None = None) -> None:
 
 
 def save_figure(figure: Figure, profile: str, name: str, caption: str, data: pd.DataFrame) -> list[Path]:
-    """Write ``figures/<profile>/<name>.{pdf,png,csv,txt}``: figure twice, its data, its caption.
+    """Write ``<name>.{pdf,png,csv,txt}`` to :func:`~dblast.reproduction.paths.figures_folder`: figure twice, its data, its caption.
 
     The same figure gives the same bytes: no dates are written.
     """
-    folder = FIGURES / profile
+    folder = figures_folder(profile)
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{suffix}" for suffix in ("pdf", "png", "csv", "txt")]
     figure.savefig(paths[0], metadata={"CreationDate": None, "ModDate": None})

@@ -10,7 +10,7 @@ import pandas as pd
 import torch
 import transformers
 
-from dblast.drafter import DBlastDrafter, write_checkpoint
+from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.replay import score
 from dblast.reproduction.estimates import accepted_length
@@ -101,4 +101,4 @@ def pretrain(plan: Plan, output: Path | None = None) -> tuple[Path, pd.DataFrame
     # Scored as it is shipped: rounded to bfloat16.
     scores = score_pretrained(plan, drafter.to(torch.bfloat16).float())
     record["held_out"] = scores.to_dict("records")
-    return write_checkpoint(drafter, record, output), scores
+    return drafter.save(output, record, dtype=torch.bfloat16), scores

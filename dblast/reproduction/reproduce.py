@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import yaml
 from papermill.exceptions import PapermillExecutionError
 
 from dblast.errors import DBlastError
-from dblast.reproduction.paths import FIGURES, NOTEBOOKS, RESULTS, ROOT, RUNS, use_empty_cache
+from dblast.reproduction.paths import FIGURES, NOTEBOOKS, OUTPUT, REGENERATE, RESULTS, RUNS, use_empty_cache
 from dblast.reproduction.profiles import Profile, get_profile
 from dblast.reproduction.progress import relay
 from dblast.reproduction.stages import locked
@@ -85,6 +86,8 @@ def reproduce(
     expected = f"about {profile.minutes:.0f} minutes on two cores" if profile.minutes else "not measured yet"
     typer.secho(f"Reproducing profile {profile.name}: {len(paths)} notebooks, {expected}.", bold=True)
     typer.echo("Stages already in the cache are reused; a killed run goes on where it stopped.")
+    # For the kernels, which inherit it.
+    os.environ[REGENERATE] = "1"
     run = RUNS / profile.name
     run.mkdir(parents=True, exist_ok=True)
     # Two runs of a profile write the same notebooks, tables and figures: one after the other.
@@ -114,7 +117,7 @@ def _execute(profile: Profile, paths: list[Path], values: dict) -> None:
             except PapermillExecutionError as error:
                 raise DBlastError(
                     f"{path.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue} "
-                    f"(executed copy: {(run / path.name).relative_to(ROOT)})"
+                    f"(executed copy: {(run / path.name).relative_to(OUTPUT)})"
                 ) from error
             typer.echo(f"{path.name} done in {time.monotonic() - began:.0f} s")
     _report(profile, start)
@@ -130,6 +133,6 @@ def _report(profile: Profile, start: float) -> None:
     typer.secho(f"\nDone in {minutes:.1f} minutes.", bold=True)
     for title, paths in (("figures", figures), ("tables", tables)):
         names = ", ".join(path.stem for path in paths)
-        where = paths[0].parent.relative_to(ROOT) if paths else "nowhere"
+        where = paths[0].parent.relative_to(OUTPUT) if paths else "nowhere"
         typer.echo(f"{len(paths)} {title} in {where}: {names}")
-    typer.echo(f"results in {folders[1].relative_to(ROOT)}, executed notebooks in {(RUNS / profile.name).relative_to(ROOT)}")
+    typer.echo(f"results in {folders[1].relative_to(OUTPUT)}, executed notebooks in {(RUNS / profile.name).relative_to(OUTPUT)}")

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import pandas as pd
 
-from dblast.drafter import add_categories
 from dblast.errors import ArtefactError, DBlastError, storage_reason
 from dblast.reproduction.diagnosis.stages import collect_branches, collect_figure1, collect_oracle, collect_rejections
 from dblast.reproduction.experiments import (
@@ -102,7 +101,7 @@ def collect_parameters(plan: Plan) -> pd.DataFrame:
     base = sum(p.numel() for p in drafter.parameters()) - drafter.category_parameters()
     rows = []
     for k in sorted({variant.K for variant in plan.variants}):
-        added = add_categories(drafter, k, 0).category_parameters()
+        added = drafter.with_categories(k, 0).category_parameters()
         rows.append(
             {
                 "target": plan.label,

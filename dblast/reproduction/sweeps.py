@@ -62,7 +62,7 @@ def swept(profile: Profile, base: str, read: Callable[[Plan], object]) -> dict[o
 def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, name: str) -> pd.DataFrame:
     """Macro-averaged accepted length by value, method and evaluation setting, with paired gains.
 
-    Only training seeds that all values have are used.
+    Only fine-tuning seeds that all values have are used.
 
     Args:
         scores: of all plans, from :func:`dblast.reproduction.experiments.collect_scores`.
@@ -73,7 +73,7 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
     Returns:
         ``name, setting, method, category_temperature, accepted_length, standard_error, seed_spread``, ``over_base``
         (per cent over the same method at ``base``) and ``gain`` (per cent over DFlash at the same value; NaN where it
-        was not trained), each with its ``_error`` over prompts (paired) and training seeds and the ends of its 95 %
+        was not trained), each with its ``_error`` over prompts (paired) and fine-tuning seeds and the ends of its 95 %
         interval, ``_low`` and ``_high``; ``seeds`` and ``n`` prompts.
 
     Raises:
@@ -86,7 +86,7 @@ def sweep_rows(scores: pd.DataFrame, labels: dict[object, str], base: object, na
     mine = scores[scores.target.isin(labels.values())]
     shared = set.intersection(*(set(part.seed) for _, part in mine.groupby("target")))
     if not shared:
-        raise DBlastError("the values of this sweep have no training seed in common")
+        raise DBlastError("the values of this sweep have no fine-tuning seed in common")
     chosen = held_out_at_chosen(mine[mine.seed.isin(shared)])
     settings = [s for s in SETTINGS_ORDER if s in set(chosen.setting)]
     nothing = Estimate(float("nan"), float("nan"), 0)
@@ -127,7 +127,7 @@ def loss_gains(scores: pd.DataFrame, labels: dict[object, str], name: str) -> pd
 
     Returns:
         For every K that was trained with both, ``name, K, setting, gain`` (per cent), ``gain_error`` over prompts (paired)
-        and training seeds, the 95 % interval ``gain_low, gain_high``, ``seeds`` and ``n``.
+        and fine-tuning seeds, the 95 % interval ``gain_low, gain_high``, ``seeds`` and ``n``.
     """
     rows = []
     for value, label in labels.items():

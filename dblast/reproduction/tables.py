@@ -26,7 +26,7 @@ from dblast.reproduction.estimates import (
 )
 from dblast.reproduction.latex import latex_table
 from dblast.reproduction.paper_shapes import parameters_at_paper_scale
-from dblast.reproduction.paths import FIGURES, PAPER
+from dblast.reproduction.paths import PAPER, figures_folder
 
 #: Pre-training objectives in words.
 OBJECTIVE_NAMES = {"CE": "decayed cross-entropy", "KD": "distillation"}
@@ -45,12 +45,14 @@ class Table:
     display: pd.DataFrame
 
     def save(self, profile: str) -> list[Path]:
-        """Write ``figures/<profile>/tables/<name>.{csv,md,tex}``; returns the paths."""
-        folder = FIGURES / profile / "tables"
+        """Write ``tables/<name>.{csv,md,tex}`` under :func:`~dblast.reproduction.paths.figures_folder`; returns the paths."""
+        folder = figures_folder(profile) / "tables"
         folder.mkdir(parents=True, exist_ok=True)
         paths = [folder / f"{self.name}.{suffix}" for suffix in ("csv", "md", "tex")]
         self.rows.round(6).to_csv(paths[0], index=False)
-        text = self.display.reset_index().to_markdown(index=False, disable_numparse=True)
+        # A token may be a bar, which would end its cell.
+        shown = self.display.reset_index().map(lambda cell: cell.replace("|", r"\|") if isinstance(cell, str) else cell)
+        text = shown.to_markdown(index=False, disable_numparse=True)
         paths[1].write_text(f"**{self.title}.** {self.caption}\n\n{text}\n", encoding="utf-8")
         paths[2].write_text(self.latex(), encoding="utf-8")
         return paths
@@ -88,7 +90,7 @@ def bracketed(interval: Resampled) -> str:
 
 
 def gain_spread(ours: pd.DataFrame, base: pd.DataFrame) -> float:
-    """Standard deviation over training seeds of the macro-averaged gain in per cent; NaN for one seed in common."""
+    """Standard deviation over fine-tuning seeds of the macro-averaged gain in per cent; NaN for one seed in common."""
     ours, base = common_seeds(ours, base)
     seeds = sorted(set(ours.seed))
     values = [gain(ours[ours.seed == seed], base[base.seed == seed], macro=True).value for seed in seeds]
@@ -103,7 +105,7 @@ class _Gains:
         self.numbers: list[dict] = []
 
     def cells(self, ours: pd.DataFrame, base: pd.DataFrame) -> dict[str, str]:
-        """A gain with its paired bootstrap interval over prompts, and apart from it its spread over training seeds."""
+        """A gain with its paired bootstrap interval over prompts, and apart from it its spread over fine-tuning seeds."""
         interval = bootstrap_gain(*common_seeds(ours, base), macro=True)
         spread = gain_spread(ours, base)
         # One variant at one setting: whatever names it is the same in all its rows.
@@ -123,12 +125,12 @@ class _Gains:
 #: What the brackets of tables 2 to 4 are.
 BRACKETS = (
     "gains in % with 95 % intervals over prompts alone (paired bootstrap), and beside them their standard deviation over "
-    "training seeds (points); the claims' intervals hold both"
+    "fine-tuning seeds (points); the claims' intervals hold both"
 )
 
 
 def paired_gain(ours: pd.DataFrame, base: pd.DataFrame) -> Estimate:
-    """Macro-averaged gain on the seeds both have, paired by prompt, with the noise of training seeds."""
+    """Macro-averaged gain on the seeds both have, paired by prompt, with the noise of fine-tuning seeds."""
     return with_seed_noise(gain, *common_seeds(ours, base), macro=True)
 
 
@@ -185,7 +187,7 @@ def table2(scores: pd.DataFrame, target: str, footnote: str = "") -> Table:
         f"Table 2 ({target})",
         f"Accepted length without bonus token, held-out prompts (n = {n}), {seeds_in_words(chosen.seed.nunique())}; "
         "± one standard error over prompts (those of single tasks are in the CSV file), seed spread: standard deviation over "
-        f"training seeds (tokens); {BRACKETS}. {footnote}".strip(),
+        f"fine-tuning seeds (tokens); {BRACKETS}. {footnote}".strip(),
         gains.beside(accepted_length_rows(chosen)),
         # The first line has no gain, which would put those columns last.
         pd.DataFrame(lines).fillna("").set_index(["determinism", "method"])[

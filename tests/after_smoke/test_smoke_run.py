@@ -1,7 +1,8 @@
 """What the smoke reproduction must have left behind. Run by `make test` after it, not by plain pytest.
 
 Claims are not asserted here, with one exception: effects that are many standard
-errors wide at this size, as a check against regressions.
+errors wide at this size, as a check against regressions. What is asked of each is
+over four errors less than what was measured: another machine's drafters are others.
 """
 
 import numpy as np
@@ -28,6 +29,7 @@ from dblast.reproduction.reproduce import notebook_paths
 from dblast.reproduction.results import TABLES, open_table, read_provenance
 from dblast.sampling import get_setting
 from dblast.replay import score
+from tests.helpers import assert_within_errors
 
 PROFILE = get_profile("smoke")
 TINY = PROFILE.plan("tiny")
@@ -101,7 +103,7 @@ def test_fresh_category_heads_barely_disturb_the_pretrained_drafter(plan):
 
 
 def test_perfect_marginals_lose_to_four_blocks_on_the_trained_target():
-    """Oracle proposals: at high determinism the gap is many errors wide."""
+    """Oracle proposals: at high determinism the gap is eight errors wide."""
     table = open_table(PROFILE, "tiny", "oracle")
     wide = table[table.setting == "high"].pivot_table(index="prompt_id", columns="proposal", values="accepted_length")
     gap = wide["best 4 blocks"] - wide["independent, sampled"]
@@ -109,6 +111,7 @@ def test_perfect_marginals_lose_to_four_blocks_on_the_trained_target():
 
 
 def test_accepted_length_falls_with_determinism():
+    """By six errors from high to medium, by five from medium to low."""
     scores = open_table(PROFILE, "tiny", "scores")
     rows = held_out_at_chosen(scores)
     base = rows[rows.method == "DFlash"]
@@ -118,20 +121,22 @@ def test_accepted_length_falls_with_determinism():
 
 
 def test_four_likelihood_branches_beat_one_at_high_determinism():
+    """By nearly six errors."""
     rows = held_out_at_chosen(open_table(PROFILE, "tiny", "scores"))
     rows = rows[(rows.setting == "high") & (rows.loss == "NLL")]
     estimate = difference(rows[rows.K == 4], rows[rows.K == 1], macro=True)
-    assert estimate.value > 2 * estimate.standard_error
+    assert estimate.value > estimate.standard_error
 
 
 @pytest.mark.parametrize("label", [plan.label for plan in PROFILE.plans])
 def test_the_online_table_agrees_with_replay(label):
-    """Two independent texts of the same prompts in every cell; four errors, since a few prompts estimate theirs roughly."""
+    """Two independent texts of the same prompts in every cell."""
     table = open_table(PROFILE, label, "online")
     assert (table.passes <= table.emitted).all() and (table.emitted > 0).all()
     rows = online_rows(table)
     assert len(rows) == 2 * len(PROFILE.plan(label).data.settings)
-    assert (rows.difference.abs() < 4 * rows.difference_error).all(), rows
+    for row in rows.itertuples():
+        assert_within_errors(row.online, row.replay, row.difference_error, units=row.n)
     chosen = choose_category_temperature(open_table(PROFILE, label, "scores")).set_index(["method", "setting"])
     for names, part in table[table.method == "DBlast"].groupby(["method", "setting"]):
         assert set(part.category_temperature) == {chosen.category_temperature[names]}
@@ -140,7 +145,7 @@ def test_the_online_table_agrees_with_replay(label):
 @pytest.mark.parametrize("categories", [1, 4])
 @pytest.mark.parametrize("setting", ["high", "low"])
 def test_replay_and_online_decoding_agree_on_the_trained_target(categories, setting):
-    """Same prompts and setting, two independent sets of texts: within two standard errors (three seeds pooled)."""
+    """Same prompts and setting, two independent sets of texts (three seeds pooled)."""
     target = open_target(TINY)
     drafter = open_drafter(variant_stage(TINY, Variant(categories, "NLL"), 0).folder, target)
     stored = list(prepare_trajectories(TINY, setting))
@@ -164,4 +169,4 @@ def test_replay_and_online_decoding_agree_on_the_trained_target(categories, sett
     offline, offline_influence = ratio_with_influence(n - v, v)
     error = np.hypot(standard_error(online_influence), standard_error(offline_influence))
     assert online > 0.3
-    assert abs(online - offline) < 2 * error, f"online {online:.3f}, replay {offline:.3f}, error {error:.3f}"
+    assert_within_errors(online, offline, error, units=len(prompts))

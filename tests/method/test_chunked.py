@@ -14,7 +14,7 @@ from dblast import chunked
 from dblast.chunked import chunked_log_q
 from dblast.errors import DBlastError
 from tests.checks import one_line
-from tests.helpers import assert_close, generator
+from tests.helpers import assert_close, assert_same_computation, generator
 
 ROWS, HIDDEN, VOCABULARY, CANDIDATES = 11, 6, 23, 4
 CHUNKS = [None, 1, 2, 5, 7, 22, 23, 100]
@@ -80,7 +80,7 @@ def test_gradient_is_the_derivative(tokens_per_chunk, width):
     def function(hidden):
         return chunked_log_q(hidden, head, index, rows_per_chunk=2, tokens_per_chunk=tokens_per_chunk)
 
-    assert torch.autograd.gradcheck(function, hidden)
+    assert torch.autograd.gradcheck(function, hidden, nondet_tol=1e-12)
 
 
 @pytest.mark.parametrize("width", [None, CANDIDATES])
@@ -98,14 +98,16 @@ def test_one_token_vocabulary_has_log_q_zero():
     hidden, head, _, grad = inputs(vocabulary=1)
     index = torch.zeros(ROWS, dtype=torch.long)
     log_q, gradient = value_and_gradient(chunked_log_q, hidden, head, index, grad)
-    assert not log_q.any() and not gradient.any()
+    assert_close(log_q, 0.0, 1e-5)
+    assert_close(gradient, 0.0, 1e-5)
 
 
 def test_int32_index():
     hidden, head, index, grad = inputs(width=CANDIDATES)
     log_q, gradient = value_and_gradient(chunked_log_q, hidden, head, index.int(), grad)
     expected, expected_gradient = value_and_gradient(chunked_log_q, hidden, head, index, grad)
-    assert torch.equal(log_q, expected) and torch.equal(gradient, expected_gradient)
+    assert_same_computation(log_q, expected)
+    assert_same_computation(gradient, expected_gradient)
 
 
 def test_inputs_of_any_strides():
@@ -122,7 +124,7 @@ def test_inputs_of_any_strides():
     ]:
         assert not all(tensor.is_contiguous() for tensor in (ours, table, columns))
         for actual, wanted in zip(value_and_gradient(chunked_log_q, ours, table, columns, grad), expected, strict=True):
-            assert_close(actual, wanted)
+            assert_same_computation(actual, wanted)
 
 
 def test_gradient_reaches_past_a_reshaped_hidden_state():
@@ -143,7 +145,10 @@ def test_extreme_logits_stay_finite():
     hidden = (hidden.detach() * 1e4).requires_grad_()
     log_q, gradient = value_and_gradient(chunked_log_q, hidden, head, index, grad, tokens_per_chunk=3)
     assert log_q[index >= 0].isfinite().all() and gradient.isfinite().all()
-    agree(chunked_log_q, hidden, head, index, grad, tokens_per_chunk=3)
+    # One rounding of such a logit is worth a hundredth in float32: values are compared in float64.
+    hidden, head, index, grad = inputs(width=CANDIDATES, dtype=torch.float64)
+    hidden = (hidden.detach() * 1e4).requires_grad_()
+    agree(chunked_log_q, hidden, head, index, grad, tolerance=1e-8, tokens_per_chunk=3)
 
 
 def test_state_that_is_not_a_number_shows_in_the_value_and_the_gradient():
@@ -164,7 +169,8 @@ def test_tokens_outside_the_vocabulary_have_no_gradient_whatever_comes_in(width)
     for poison in (float("nan"), float("inf"), 7.0):
         poisoned = grad.masked_fill(index < 0, poison)
         log_q, gradient = value_and_gradient(chunked_log_q, hidden, head, index, poisoned)
-        assert torch.equal(log_q, expected[0]) and torch.equal(gradient, expected[1])
+        assert_same_computation(log_q, expected[0])
+        assert_same_computation(gradient, expected[1])
     assert torch.equal(expected[0].isneginf(), index < 0)
     outside = (index < 0).view(ROWS, -1).all(1)
     assert outside.any() and not expected[1][outside].any()
@@ -265,10 +271,10 @@ def test_autocast_where_backward_is_called_changes_nothing():
     expected = value_and_gradient(chunked_log_q, hidden, head, index, grad)[1]
     log_q = chunked_log_q(hidden, head, index)
     with autocast():
-        assert torch.equal(torch.autograd.grad(log_q, hidden, grad)[0], expected)
+        assert_same_computation(torch.autograd.grad(log_q, hidden, grad)[0], expected)
     with autocast():
         inside = torch.autograd.grad(chunked_log_q(hidden, head, index), hidden, grad)[0]
-    assert torch.equal(inside, in_bfloat16(chunked_log_q, hidden, head, index, grad)[1])
+    assert distance(inside, in_bfloat16(chunked_log_q, hidden, head, index, grad)[1]) < 1e-3
 
 
 def test_autocast_leaves_float64_alone():
@@ -356,7 +362,7 @@ def test_nothing_is_kept_without_gradient():
         assert saved(chunked_log_q, hidden, head, index) == []
     log_q = chunked_log_q(hidden.detach(), head, index)
     assert not log_q.requires_grad
-    assert torch.equal(log_q, chunked_log_q(hidden, head, index).detach())
+    assert_same_computation(log_q, chunked_log_q(hidden, head, index).detach())
 
 
 # -- refusals ------------------------------------------------------------------------------------
@@ -375,8 +381,8 @@ def test_nothing_is_kept_without_gradient():
         (lambda h, t, i: (h, t, i - 1), ["-1..22", "-2.."]),
         (lambda h, t, i: (h, t, i + 1), ["-1..22", "..23"]),
         (lambda h, t, i: (h, t.clone().requires_grad_(), i), ["head.detach()"]),
-        (lambda h, t, i: (h, t.double(), i), ["float32", "float64"]),
         (lambda h, t, i: (h.detach().long(), t.long(), i), ["int64"]),
+        (lambda h, t, i: (h, t.long(), i), ["float32", "int64"]),
     ],
 )
 def test_what_does_not_fit_is_refused(change, words):

@@ -23,7 +23,6 @@ from dblast.reproduction.demo import default_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.decoding import Generated, Step, custom_generate, generate, target_support
-from dblast.drafter import add_categories
 from dblast.verifier import Proposal, soft_proposal
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
@@ -34,7 +33,7 @@ from dblast.training import Trainer, TrainingConfig
 from dblast.trajectories import EncodedPrompt, sample_batch
 from tests.checks import one_line
 from tests.conftest import EOS_TOKEN_ID, MASK_TOKEN_ID, VOCABULARY_SIZE
-from tests.helpers import generator, random_log_prior, random_position_log_q
+from tests.helpers import assert_within_errors, generator, random_log_prior, random_position_log_q
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, MASK_TOKEN_ID, 12, 11, MASK_TOKEN_ID]]
 SETTINGS = SamplingSettings(temperature=1.0, top_k=20, top_p=0.95)
@@ -132,10 +131,6 @@ def test_same_seed_same_tokens_whatever_the_global_state(llama, make_drafter, mo
 def test_bfloat16_models_decode(llama, make_drafter):
     model = copy.deepcopy(llama.model).to(torch.bfloat16)
     drafter = make_drafter(llama).to(torch.bfloat16)
-    with pytest.raises(DBlastError) as error:
-        generate(model, drafter, PROMPTS)
-    one_line(error, "attach")
-    drafter.attach(model)
     result = generate(model, drafter, PROMPTS, SETTINGS, max_new_tokens=9, eos_token_ids=(), generator=generator(0))
     assert [len(tokens) for tokens in result.tokens] == [9, 9, 9]
 
@@ -151,10 +146,10 @@ def test_support_from_candidates_is_that_of_the_whole_vocabulary(top_k, dtype):
         for row in logits.flatten(0, 1):
             tokens, p = target_support(row.unsqueeze(0), settings)
             dense = torch.zeros(1, 500).scatter(-1, tokens, p)
-            torch.testing.assert_close(dense, settings.probabilities(row.unsqueeze(0)), rtol=0, atol=1e-7)
+            torch.testing.assert_close(dense, settings.probabilities(row.unsqueeze(0)), rtol=0, atol=1e-6)
         tokens, p = target_support(logits, settings)
         dense = torch.zeros_like(logits, dtype=torch.float32).scatter(-1, tokens, p)
-        torch.testing.assert_close(dense, settings.probabilities(logits), rtol=0, atol=1e-7)
+        torch.testing.assert_close(dense, settings.probabilities(logits), rtol=0, atol=1e-6)
 
 
 # -- accounting --------------------------------------------------------------------------------
@@ -525,9 +520,10 @@ def test_custom_generate_refuses_what_it_cannot_honour(llama, make_drafter, argu
 def trained(llama, make_drafter):
     """Drafters of a random target after a few steps of training, and target-sampled trajectories to score them on."""
     settings = SamplingSettings(temperature=0.3, top_k=20, top_p=0.95)
-    prompts = [EncodedPrompt(str(i), "random", (4 + i % 8, 5 + i % 3)) for i in range(192)]
+    prompts = [EncodedPrompt(str(i), "random", (4 + i % 8, 5 + i % 3)) for i in range(768)]
     arguments = dict(max_new_tokens=24, taps=make_drafter(llama).config.target_layer_ids)
-    training, evaluation = (sample_batch(llama, prompts, settings, generator=generator(s), **arguments) for s in (0, 1))
+    training = sample_batch(llama, prompts[:192], settings, generator=generator(0), **arguments)
+    evaluation = sample_batch(llama, prompts, settings, generator=generator(1), **arguments)
     config = TrainingConfig(loss="NLL", steps=60, learning_rate=4e-3, sequences=16, anchors=12)
     drafters = {}
     for branches in (1, 4):
@@ -559,8 +555,8 @@ def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode
     assert online == pytest.approx(result.accepted_length)
     assert 0.3 < online < drafters[branches].config.block_length - 0.3
     error = np.hypot(standard_error(influence), standard_error(online_influence))
-    assert error < 0.08
-    assert abs(online - replayed) < 2 * error
+    assert error < 0.03
+    assert_within_errors(online, replayed, error)
 
 
 # -- the view ----------------------------------------------------------------------------------
@@ -616,7 +612,7 @@ def test_without_a_trained_drafter_the_shipped_one_decodes(monkeypatch, tmp_path
 
 def test_a_plain_dflash_drafter_decodes_as_one_branch(llama, make_drafter):
     plain = make_drafter(llama, num_categories=0)
-    heads = add_categories(plain, 1, seed=0)
+    heads = plain.with_categories(1, seed=0)
     torch.nn.init.zeros_(heads.expander.weight)
     by_plain, by_heads = (
         generate(llama, drafter, PROMPTS, SETTINGS, max_new_tokens=12, generator=generator(3)) for drafter in (plain, heads)

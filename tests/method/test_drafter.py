@@ -21,6 +21,7 @@ from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
 from dblast.reproduction.paper_shapes import parameters_at_paper_scale
 from tests.checks import one_line
+from tests.helpers import assert_greedy, assert_same_computation, move_in_memory, target_logits
 
 VOCABULARY_SIZE = 40
 MASK = 3
@@ -99,7 +100,7 @@ def test_unusable_configuration_is_refused_by_check_and_by_the_model(settings, w
     "settings, words",
     [
         ({"block_length": 0}, ["block length b", "0"]),
-        ({"num_categories": 0}, ["categories K", "0"]),
+        ({"num_categories": -1}, ["(K) must not be negative", "-1"]),
         ({"mask_token_id": None}, ["mask_token_id", "not set"]),
         ({"mask_token_id": VOCABULARY_SIZE}, ["mask_token_id 40"]),
         ({"target_layer_ids": [7]}, ["[7]", "4 layers"]),
@@ -159,8 +160,10 @@ def test_configuration_survives_json(tmp_path):
 
 
 def test_rope_base_is_read_from_either_spelling():
-    new = DBlastConfig.from_dict({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
-    old = DBlastConfig.from_dict({"rope_theta": 1e6, "rope_scaling": None})
+    stored = DBlastConfig(dflash_config={"mask_token_id": MASK}).to_dict()
+    del stored["rope_theta"]
+    new = DBlastConfig.from_dict(stored | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}})
+    old = DBlastConfig.from_dict(stored | {"rope_theta": 1e6, "rope_scaling": None})
     assert new.rope_theta == old.rope_theta == 1e6
     assert DBlastConfig.from_dict(json.loads(new.to_json_string())).rope_theta == 1e6
 
@@ -290,7 +293,7 @@ def test_packed_pass_equals_one_pass_per_anchor(request, make_drafter, target_na
                 )
             )
     for whole, parts in zip(packed, zip(*single, strict=True), strict=True):
-        torch.testing.assert_close(whole, torch.cat(parts), atol=1e-5, rtol=1e-5)
+        assert_same_computation(whole, torch.cat(parts))
 
 
 def test_padding_beyond_the_real_context_is_never_seen(llama, make_drafter):
@@ -299,7 +302,7 @@ def test_padding_beyond_the_real_context_is_never_seen(llama, make_drafter):
     before = outputs(drafter, **inputs)
     inputs["features"][1, inputs["context_lengths"][1] :] = 100.0
     for old, new in zip(before, outputs(drafter, **inputs), strict=True):
-        assert torch.equal(old, new)
+        assert_same_computation(new, old)
 
 
 def test_a_block_without_context_is_finite(llama, make_drafter):
@@ -327,16 +330,16 @@ def test_a_block_does_not_see_another_blocks_anchor(llama, make_drafter):
     inputs["anchor_tokens"][0, 1] = 4 + (inputs["anchor_tokens"][0, 1] + 1) % 30
     after = outputs(drafter, **inputs)
     for old, new in zip(before, after, strict=True):
-        assert torch.equal(old[[0, 2]], new[[0, 2]])
+        assert_same_computation(new[[0, 2]], old[[0, 2]])
         assert not torch.allclose(old[1], new[1])
 
 
 def test_no_gradient_reaches_another_blocks_anchor_embedding(llama, make_drafter):
     drafter, inputs = make_drafter(llama), blocks(batch=1, anchors=3)
     inputs["anchor_tokens"][0] = torch.tensor([10, 11, 12])
-    drafter._borrowed["embedding"] = drafter._borrowed["embedding"].clone().requires_grad_(True)
+    drafter.target_embedding = drafter.target_embedding.clone().requires_grad_(True)
     out = drafter(**inputs)
-    (gradient,) = torch.autograd.grad(drafter.logits(out.branch_hidden[1]).sum(), drafter._borrowed["embedding"])
+    (gradient,) = torch.autograd.grad(drafter.logits(out.branch_hidden[1]).sum(), drafter.target_embedding)
     assert gradient[11].any() and gradient[MASK].any()
     assert not gradient[10].any() and not gradient[12].any()
 
@@ -386,8 +389,8 @@ def test_context_and_block_lie_at_their_true_positions(llama, make_drafter):
             x = layer(x, block, layer.self_attn.keys_values(context, before), None)
         expected = drafter.heads(drafter.norm(x))
         found = drafter(**inputs)
-    torch.testing.assert_close(found.branch_hidden, expected.branch_hidden, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(found.prior_logits, expected.prior_logits, atol=1e-5, rtol=1e-5)
+    assert_same_computation(found.branch_hidden, expected.branch_hidden)
+    assert_same_computation(found.prior_logits, expected.prior_logits)
 
 
 def test_attention_mask_equals_a_slow_loop():
@@ -517,7 +520,7 @@ def test_q_agrees_with_a_naive_product(request, make_drafter, target_name):
     log_q = F.log_softmax(naive, -1)
     expected = torch.stack([log_q[n, :, range(3), tokens[n]] for n in range(5)])
     torch.testing.assert_close(drafter.log_q(hidden, tokens), expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(drafter.greedy_tokens(hidden), naive.argmax(-1))
+    assert_greedy(drafter.greedy_tokens(hidden), naive)
 
 
 def test_draft_vocabulary_gives_other_tokens_no_probability(llama, make_drafter):
@@ -547,16 +550,16 @@ def test_draft_vocabulary_proposes_target_ids(llama, make_drafter):
     full = torch.einsum("nkbh,vh->nkbv", hidden, llama.model.get_output_embeddings().weight)
     outside = torch.ones(VOCABULARY_SIZE, dtype=torch.bool)
     outside[drafter.draft_token_ids] = False
-    assert torch.equal(drafter.greedy_tokens(hidden), full.masked_fill(outside, float("-inf")).argmax(-1))
+    assert_greedy(drafter.greedy_tokens(hidden), full.masked_fill(outside, float("-inf")))
 
 
 @pytest.mark.parametrize("limit", [1, 100, 2**22])
 def test_greedy_tokens_in_parts_are_the_same(llama, make_drafter, monkeypatch, limit):
     drafter, hidden = make_drafter(llama, num_categories=3), random_branches()
-    expected = drafter.logits(hidden).argmax(-1)
+    logits = drafter.logits(hidden)
     monkeypatch.setattr("dblast.drafter.GREEDY_LOGITS", limit)
-    assert expected.unique().numel() > 5
-    assert torch.equal(drafter.greedy_tokens(hidden), expected)
+    assert logits.argmax(-1).unique().numel() > 5
+    assert_greedy(drafter.greedy_tokens(hidden), logits)
 
 
 def test_most_likely_is_the_first_of_equals():
@@ -645,7 +648,7 @@ def test_training_leaves_the_targets_tables_alone(llama, make_drafter):
 @pytest.mark.parametrize("num_categories", [0, 1, 4])
 @pytest.mark.parametrize("settings", [{}, {"draft_vocab_size": 13}], ids=["whole", "draft-vocabulary"])
 @pytest.mark.parametrize("target_name", ["llama", "qwen3"])
-def test_save_and_load_give_identical_outputs(request, make_drafter, tmp_path, target_name, settings, num_categories):
+def test_save_and_load_give_the_same_outputs(request, make_drafter, tmp_path, target_name, settings, num_categories):
     target = request.getfixturevalue(target_name)
     drafter = make_drafter(target, num_categories=num_categories, **settings)
     drafter.save_pretrained(tmp_path)
@@ -653,9 +656,27 @@ def test_save_and_load_give_identical_outputs(request, make_drafter, tmp_path, t
     assert not info["missing_keys"] and not info["unexpected_keys"]
     loaded.eval().attach(target.model)
     for saved, read in zip(outputs(drafter, **blocks()), outputs(loaded, **blocks()), strict=True):
-        assert torch.equal(saved, read)
+        assert_same_computation(read, saved)
     hidden = random_branches(max(1, num_categories))
-    assert torch.equal(drafter.greedy_tokens(hidden), loaded.greedy_tokens(hidden))
+    assert_greedy(loaded.greedy_tokens(hidden), target_logits(drafter, hidden))
+
+
+def test_save_and_load_keep_every_bit_of_the_weights_wherever_they_lie_in_memory(llama, make_drafter, tmp_path):
+    drafter = make_drafter(llama, num_categories=4, draft_vocab_size=13)
+    expected = outputs(drafter, **blocks())
+    weights = {name: value.clone() for name, value in drafter.state_dict().items()}
+    for place in ("once", "twice"):
+        move_in_memory(drafter)
+        # A whole vector register is at least 16 bytes.
+        assert all(weight.data_ptr() % 16 for weight in drafter.parameters())
+        for actual, wanted in zip(outputs(drafter, **blocks()), expected, strict=True):
+            assert_same_computation(actual, wanted)
+        drafter.save_pretrained(tmp_path / place)
+        drafter = DBlastDrafter.from_pretrained(tmp_path / place).eval().attach(llama.model)
+    for name, value in weights.items():
+        assert torch.equal(drafter.state_dict()[name], value), name
+    for actual, wanted in zip(outputs(drafter, **blocks()), expected, strict=True):
+        assert_same_computation(actual, wanted)
 
 
 def test_saved_file_holds_neither_embedding_nor_head(llama, make_drafter, tmp_path):

@@ -17,7 +17,7 @@ PACKAGE = Path(dblast.__file__).parent
 METHOD = sorted(PACKAGE.glob("*.py"))
 STUDY = sorted((PACKAGE / "reproduction").rglob("*.py"))
 #: Import names that differ from the name of what pip installs.
-DISTRIBUTIONS = {"yaml": "pyyaml", "IPython": "ipython"}
+DISTRIBUTIONS = {"yaml": "pyyaml", "IPython": "ipython", "PIL": "pillow"}
 
 
 def imports(path: Path) -> set[str]:

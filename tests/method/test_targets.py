@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import json
 import subprocess
 import zipfile
 from dataclasses import replace
@@ -10,12 +12,34 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaForCausalLM
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import (
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from dblast import targets as module
 from dblast.errors import ArtefactError, DBlastError
-from dblast.targets import SMOLLM2_SHA256, Target, fetch_smollm2, load_target, sha256_file, tap_features, wrap_target
+from dblast.targets import (
+    SMOLLM2_SHA256,
+    Target,
+    check_supported,
+    fetch_smollm2,
+    load_target,
+    propose_mask_token,
+    sha256_file,
+    tap_features,
+    wrap_target,
+)
 from tests.checks import one_line
+from tests.helpers import assert_same_computation
 
 MASK = 3
 
@@ -43,7 +67,7 @@ def test_a_saved_folder_loads_as_the_same_target(request, saved, target_name):
     loaded = load_target(str(folder), dtype=torch.float32, mask_token_id=MASK)
     ids = torch.tensor([[1, 9, 17, 30]])
     with torch.no_grad():
-        assert torch.equal(loaded.model(ids).logits, target.model(ids).logits)
+        assert_same_computation(loaded.model(ids).logits, target.model(ids).logits)
     assert loaded.name == str(folder) and loaded.mask_token_id == MASK and loaded.eos_token_ids == (2,)
     assert loaded.tokenizer("w9 w17")["input_ids"] == target.tokenizer("w9 w17")["input_ids"] == [9, 17]
 
@@ -61,14 +85,23 @@ def test_no_mask_token_is_chosen_for_an_unknown_model(llama, saved):
     assert load_target(str(saved(llama))).mask_token_id is None
 
 
-def test_a_folder_named_after_qwen3_gets_its_mask_token(qwen3, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("Qwen3-small")
-    qwen3.model.save_pretrained(folder)
-    qwen3.tokenizer.save_pretrained(folder)
-    assert load_target(str(folder), mask_token_id=5).mask_token_id == 5
-    with pytest.raises(DBlastError) as error:
-        load_target(str(folder))
-    one_line(error, "151669", "40")
+def rows_of(target: Target, rows: int) -> Target:
+    """The target with an embedding table of so many rows."""
+    model = copy.deepcopy(target.model)
+    model.resize_token_embeddings(rows)
+    return replace(target, model=model)
+
+
+def test_a_qwen3_under_any_name_gets_its_mask_token_if_it_has_the_row(qwen3, llama, tmp_path):
+    for name, target, mask in (
+        ("mine", rows_of(qwen3, 151_680), 151_669),
+        ("Qwen3-small", qwen3, None),
+        ("qwen3-tests", rows_of(llama, 151_680), None),
+    ):
+        target.model.save_pretrained(tmp_path / name)
+        target.tokenizer.save_pretrained(tmp_path / name)
+        assert load_target(str(tmp_path / name)).mask_token_id == mask
+    assert load_target(str(tmp_path / "mine"), mask_token_id=5).mask_token_id == 5
 
 
 def test_unreachable_name_is_refused():
@@ -127,6 +160,93 @@ def test_end_of_sequence_ids_survive_saving(llama, saved):
     assert load_target(str(folder)).eos_token_ids == (7, 12)
 
 
+def test_weights_that_a_target_lacks_are_named(llama, saved):
+    folder = saved(llama)
+    state = load_file(folder / "model.safetensors")
+    del state["model.layers.1.mlp.up_proj.weight"]
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DBlastError) as error:
+        load_target(str(folder))
+    one_line(error, str(folder), "lack model.layers.1.mlp.up_proj.weight")
+
+
+# -- which targets are supported -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "config, words",
+    [
+        (GPT2Config(), ["'gpt2'"]),
+        (Qwen2Config(), ["'qwen2'"]),
+        (LlamaConfig(hidden_act="gelu"), ["hidden_act = 'gelu'"]),
+        (LlamaConfig(attention_bias=True), ["attention_bias"]),
+        (LlamaConfig(mlp_bias=True), ["mlp_bias"]),
+        (LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}), ["rope type = 'linear'"]),
+        (MistralConfig(sliding_window=512), ["sliding window"]),
+        (Qwen3Config(use_sliding_window=True, sliding_window=64, max_window_layers=2), ["sliding window"]),
+    ],
+)
+def test_other_targets_are_refused_with_what_is_supported(config, words):
+    with pytest.raises(DBlastError) as error:
+        check_supported(config)
+    one_line(error, *words, "llama, mistral, qwen3", "full attention")
+
+
+@pytest.mark.parametrize("config", [LlamaConfig(), Qwen3Config(), MistralConfig(sliding_window=None)])
+def test_plain_members_of_the_families_are_supported(config):
+    check_supported(config)
+
+
+def test_an_unsupported_target_is_refused_from_its_configuration_alone(tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps(GPT2Config().to_dict()))
+    monkeypatch.setattr(module.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(DBlastError) as error:
+        load_target(str(tmp_path))
+    one_line(error, str(tmp_path), "'gpt2'", "llama, mistral, qwen3")
+
+
+# -- a mask token --------------------------------------------------------------------------------
+
+
+def words(*names: str, spells: bool = False, **special: str) -> PreTrainedTokenizerFast:
+    table = {name: i for i, name in enumerate(names)}
+    if spells:
+        model = models.BPE(vocab=table, merges=[], unk_token="<unk>", byte_fallback=True)
+    else:
+        model = models.WordLevel(table, unk_token=special.get("unk_token", names[0]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), **special)
+    tokenizer.add_special_tokens({"additional_special_tokens": [name for name in names if name.startswith("<|")]})
+    return tokenizer
+
+
+def test_rows_without_a_token_are_proposed_first(qwen3):
+    tokenizer = words("a", "b", "<|reserved_special_token_0|>")
+    assert propose_mask_token(tokenizer, 5) == 3
+    assert propose_mask_token(qwen3.tokenizer, 44) == 40
+
+
+def test_then_reserved_tokens_then_idle_special_ones():
+    reserved = words("a", "<|other|>", "b", "<|reserved_special_token_7|>")
+    assert propose_mask_token(reserved, 4) == 3
+    idle = words("a", "<|user|>", "<|end|>", "<|file|>", eos_token="<|end|>")
+    idle.chat_template = "<|user|>{{ messages[0].content }}"
+    assert propose_mask_token(idle, 4) == 3
+
+
+def test_a_mask_token_of_the_tokenizers_own_wins():
+    assert propose_mask_token(words("a", "<mask>", "b", mask_token="<mask>"), 9) == 1
+
+
+def test_the_unknown_token_only_of_a_tokenizer_that_spells_everything():
+    letters = [f"<0x{byte:02X}>" for byte in range(256)]
+    assert propose_mask_token(words("<unk>", *letters, spells=True, unk_token="<unk>"), 257) == 0
+    assert propose_mask_token(words("<unk>", "a", "b", unk_token="<unk>"), 3) is None
+
+
+def test_nothing_is_proposed_where_every_token_has_a_use(tokenizer):
+    assert propose_mask_token(tokenizer, 40) is None
+
+
 # -- chat ----------------------------------------------------------------------------------------
 
 
@@ -157,6 +277,16 @@ def test_chat_with_a_template_is_ready_for_an_answer(llama):
     assert replace(llama, tokenizer=tokenizer).encode_chat(turns) == [5, 6]
     assert tokenizer.messages == turns
     assert tokenizer.settings["add_generation_prompt"] is True and tokenizer.settings["enable_thinking"] is False
+
+
+def test_a_thinking_target_can_be_asked_to_think(llama, saved):
+    folder = str(saved(llama))
+    for given, options in ((None, {"enable_thinking": False}), ({"enable_thinking": True}, {"enable_thinking": True})):
+        target = load_target(folder, chat_options=given)
+        target.tokenizer = Templated()
+        target.encode_chat([{"role": "user", "content": "hello"}])
+        assert target.chat_options == options
+        assert target.tokenizer.settings.items() >= options.items()
 
 
 # -- taps ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from dblast.shards import Shards
 from dblast.targets import tap_features
 from dblast.trajectories import EncodedPrompt, TrajectorySet, sample_batch, sample_trajectories, shard_generator
 from tests.checks import one_line
+from tests.helpers import assert_within_errors, frequency_error
 
 TAPS = [0, 2]
 WIDE = SamplingSettings(temperature=1.0, top_k=20, top_p=0.95)
@@ -142,8 +143,7 @@ def test_first_tokens_follow_the_target(llama):
     p = settings.probabilities(logits)
     counts = torch.bincount(torch.cat([row.response_ids for row in rows]), minlength=40)
     assert not counts[p == 0].any()
-    # Five standard errors.
-    assert ((counts / 4000 - p).abs() <= 5 * (p * (1 - p) / 4000).sqrt() + 1e-9).all()
+    assert_within_errors(counts / 4000, p, frequency_error(p, 4000))
 
 
 def test_empty_prompt_is_refused(llama):

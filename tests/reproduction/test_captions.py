@@ -11,10 +11,10 @@ CAPTIONS = sorted(path for profile in ("cpu", "losses", "sweeps") for path in (F
 
 
 def test_seeds_are_named_where_there_are_several():
-    assert seeds_in_words(1) == "1 training seed" and seeds_in_words(3) == "3 training seeds"
-    assert over_prompts(1) == "prompts" and over_prompts(2) == "prompts and training seeds"
+    assert seeds_in_words(1) == "1 fine-tuning seed" and seeds_in_words(3) == "3 fine-tuning seeds"
+    assert over_prompts(1) == "prompts" and over_prompts(2) == "prompts and fine-tuning seeds"
     assert over_prompts(1, paired=True) == "prompts (paired)"
-    assert over_prompts(3, paired=True) == "prompts (paired) and training seeds"
+    assert over_prompts(3, paired=True) == "prompts (paired) and fine-tuning seeds"
 
 
 def test_sizes_and_ranges():
@@ -34,5 +34,5 @@ def test_a_caption_names_unit_n_and_error_bars(path):
     assert re.search(r"\b(in|per) (tokens?|nats|ms)\b|in %", text), "no unit"
     assert re.search(r"\bn = \d+|\bno n\b", text), "no n"
     assert re.search(r"standard error|\bintervals?\b|\b[Nn]o error bars", text), "no word on error bars"
-    if re.search(r"\b1 training seed\b", text):
-        assert "and training seeds" not in text
+    if re.search(r"\b1 fine-tuning seed\b", text):
+        assert "and fine-tuning seeds" not in text

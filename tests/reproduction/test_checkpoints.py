@@ -8,15 +8,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import GPT2Config
 from typer.testing import CliRunner
 
 from dblast.reproduction import checkpoints
 from dblast.reproduction.cli import app
-from dblast.drafter import MANIFEST, RECORD, check_checkpoint, write_checkpoint
+from dblast.manifest import MANIFEST, RECORD, check_manifest
 from dblast.reproduction.checkpoints import SHIPPED, shipped_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
-from dblast.drafter import load_dflash
+from dblast.reproduction.demo import check_target_name
+from dblast.reproduction.experiments import check_target
 from dblast.reproduction.initialise import start_drafter
 from dblast.reproduction.plan_options import customise
 from dblast.reproduction.pretraining import pretraining_plan
@@ -28,13 +30,13 @@ from tests.conftest import MASK_TOKEN_ID
 @pytest.fixture
 def written(llama, make_drafter, tmp_path):
     drafter = make_drafter(llama, num_categories=0, draft_vocab_size=12)
-    return drafter, write_checkpoint(drafter, {"history": [{"step": 0}]}, tmp_path / "made")
+    return drafter, drafter.save(tmp_path / "made", {"history": [{"step": 0}]}, dtype=torch.bfloat16)
 
 
 def test_a_checkpoint_comes_back_rounded_to_bfloat16(llama, written):
     drafter, folder = written
     assert drafter.dtype == torch.float32
-    loaded = load_dflash(check_checkpoint(folder))
+    loaded = DBlastDrafter.load(folder)
     assert loaded.dtype == torch.bfloat16
     for name, value in drafter.state_dict().items():
         expected = value.to(torch.bfloat16) if value.is_floating_point() else value
@@ -52,7 +54,7 @@ def test_a_damaged_checkpoint_is_refused(written, name, harm):
     else:
         path.write_bytes(content[: len(content) // 2] if harm == "cut" else b"[]" + content[2:])
     with pytest.raises(ArtefactError, match="missing or damaged"):
-        check_checkpoint(written[1])
+        check_manifest(written[1])
 
 
 def test_a_manifest_must_name_every_file(written):
@@ -61,12 +63,12 @@ def test_a_manifest_must_name_every_file(written):
     del manifest["sha256"]["model.safetensors"]
     path.write_text(json.dumps(manifest))
     with pytest.raises(ArtefactError, match="model.safetensors"):
-        check_checkpoint(written[1])
+        check_manifest(written[1])
 
 
 def test_an_existing_folder_is_not_overwritten(written):
     with pytest.raises(DBlastError, match="exists already"):
-        write_checkpoint(written[0], {}, written[1])
+        written[0].save(written[1])
 
 
 def test_no_drafter_is_shipped_for_other_targets():
@@ -136,6 +138,62 @@ def test_another_model_or_shape_is_pretrained():
         customise(TINY, model="some/model")
 
 
+@pytest.mark.parametrize("word", ["target", "shipped", "random"])
+def test_words_win_over_folders_of_their_name(written, tmp_path, monkeypatch, word):
+    shutil.copytree(written[1], tmp_path / word)
+    monkeypatch.chdir(tmp_path)
+    shape = customise(SMOLLM2, start=word).drafter
+    assert shape == replace(SMOLLM2.drafter, start=word)
+    shape = customise(SMOLLM2, start=f"./{word}").drafter
+    assert (shape.start, shape.layers, shape.draft_vocabulary) == (f"./{word}", 2, 12) and not shape.pretrained_here
+
+
+def test_a_folder_called_shipped_is_not_what_is_shipped(llama, written, tmp_path, monkeypatch):
+    drafter, folder = written
+    monkeypatch.setattr(checkpoints, "CHECKPOINTS", folder.parent)
+    monkeypatch.setattr(checkpoints, "SHIPPED", {llama.name: folder.name})
+    (tmp_path / "cwd" / "shipped").mkdir(parents=True)
+    (tmp_path / "cwd" / "shipped" / MANIFEST).write_text("no manifest")
+    monkeypatch.chdir(tmp_path / "cwd")
+    taps = list(drafter.config.target_layer_ids)
+    shape = DrafterConfig(layers=2, block_length=drafter.config.block_length, draft_vocabulary=12, start="shipped")
+    monkeypatch.setattr("dblast.reproduction.experiments.open_target", lambda plan: llama)
+    check_target(replace(SMOLLM2, drafter=replace(shape, taps=tuple(taps))))
+
+
+def test_the_tiny_target_is_no_folder(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for use in (lambda: customise(SMOLLM2, model="tiny"), lambda: check_target_name("tiny")):
+        with pytest.raises(DBlastError, match=r"'tiny'.*\./tiny"):
+            use()
+    assert customise(SMOLLM2, model="./tiny").target == "./tiny"
+    check_target_name("./tiny")
+
+
+def test_a_drafter_with_category_heads_is_no_start(llama, make_drafter, tmp_path):
+    folder = make_drafter(llama, num_categories=2).save(tmp_path / "made")
+    with pytest.raises(DBlastError, match="category heads already"):
+        start_drafter(DrafterConfig(block_length=3, start=str(folder)), llama, [], [0, 2])
+
+
+@pytest.mark.parametrize("size, kept", [(8192, 0), (40, 0), (39, 39), (0, 0)])
+def test_a_draft_vocabulary_is_never_larger_than_the_targets(llama, make_trajectory, size, kept):
+    shape = DrafterConfig(layers=1, block_length=3, draft_vocabulary=size, start="random")
+    drafter = start_drafter(shape, llama, [make_trajectory()], [2])
+    assert drafter.config.draft_vocab_size == kept and len(drafter.target_head) == (kept or 40)
+
+
+def test_an_unsupported_model_is_refused_before_anything_is_sampled(tmp_path, monkeypatch):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps(GPT2Config().to_dict()))
+    monkeypatch.setattr("dblast.reproduction.experiments.sample_trajectories", lambda *_, **__: pytest.fail("sampled"))
+    for command in ("pretrain", "train"):
+        done = CliRunner().invoke(app, [command, "--target", "smollm2", "--model", str(tmp_path / "gpt2")])
+        assert isinstance(done.exception, DBlastError) and "'gpt2'" in str(done.exception), done.exception
+        assert "llama, mistral, qwen3" in str(done.exception)
+
+
 def test_a_folder_brings_its_own_shape(written, tmp_path):
     drafter, folder = written
     shape = customise(SMOLLM2, start=str(folder)).drafter
@@ -163,12 +221,12 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
     prompts = tmp_path / "mine.jsonl"
     lines = [{"task": task, "turns": [f"w{n} w7"]} for task in ("chat", "code") for n in range(10)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # The smoke profile's few, short responses; two layers and all of a small vocabulary.
+    # The smoke profile's few, short responses; two layers, and the whole of a vocabulary below the plan's 8192 tokens.
     small = replace(
         SMOLLM2,
         data=replace(SMOLLM2.data, training_tokens=12, evaluation_tokens=12),
         pretrain_data=replace(SMOLLM2.pretrain_data, training_tokens=12, evaluation_tokens=12),
-        drafter=replace(SMOLLM2.drafter, draft_vocabulary=0, block_length=3),
+        drafter=replace(SMOLLM2.drafter, block_length=3),
         pretrain=replace(SMOLLM2.pretrain, sequences=2, anchors=4, precision="float32", evaluate_every=2),
         finetune=replace(SMOLLM2.finetune, sequences=2, anchors=4, precision="float32", evaluate_every=2),
         precision="float32",
@@ -186,7 +244,7 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
     pretraining = ["--layers", "2", "--steps", "3", "--training-prompts", "8", "--output", str(made)]
     text = run("pretrain", *common, *pretraining)
     assert text.count("accepted length") == 3 and str(made) in text
-    record = json.loads((check_checkpoint(made) / RECORD).read_text())
+    record = json.loads((check_manifest(made) / RECORD).read_text())
     assert (record["anchors"], record["training"]["loss"], len(record["held_out"])) == (24, "KD", 3)
     assert record["history"][-1]["step"] == 3
 
@@ -203,7 +261,19 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
     assert sampled and max(sampled) <= len(lines)
     assert text.count("accepted length") == 3
     drafter = DBlastDrafter.from_pretrained(tuned)
-    assert (drafter.config.num_categories, drafter.config.num_hidden_layers, drafter.config.block_length) == (2, 2, 3)
+    config = drafter.config
+    assert (config.num_categories, config.num_hidden_layers, config.block_length, config.draft_vocab_size) == (2, 2, 3, 0)
+    # It says what it is for and what made it, and decodes as it was calibrated.
+    assert (config.target_name, config.mask_token_id) == (str(tmp_path / "target"), MASK_TOKEN_ID)
+    assert config.target_identity == llama.identity() and config.chat_options == {"enable_thinking": False}
+    assert set(config.category_temperatures) == {"high", "medium", "low"}
+    assert config.recipe["variant"]["loss"] == "AL" and config.recipe["training"]["steps"] == 2
+    assert json.loads((check_manifest(tuned) / RECORD).read_text())["history"][-1]["step"] == 2
+    decoding = ["generate", "--prompt", "w5 w7", "--target", str(tmp_path / "target"), "--max-new-tokens", "4"]
+    assert "accepted length" in run(*decoding, "--drafter", str(tuned))
+    # Without a mask token nothing starts.
+    done = CliRunner().invoke(app, ["train", *common[:6], "--start", "target", "--training-prompts", "9"])
+    assert isinstance(done.exception, DBlastError) and "--mask-token-id" in str(done.exception)
     # So is a drafter to start from that is damaged or of another shape, before anything is sampled.
     monkeypatch.setattr("dblast.reproduction.experiments.sample_trajectories", lambda *_, **__: pytest.fail("this sampled"))
     for name, harm, words in (
@@ -213,7 +283,7 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
     ):
         harmed = tmp_path / f"harmed-{name}"
         shutil.copytree(made, harmed)
-        path = harmed / (checkpoints.MANIFEST if name == "manifest" else name)
+        path = harmed / (MANIFEST if name == "manifest" else name)
         path.write_bytes(harm(path.read_bytes()))
         done = CliRunner().invoke(app, ["train", *common, "--start", str(harmed), "--training-prompts", "9"])
         assert isinstance(done.exception, DBlastError) and words in str(done.exception), done.exception

@@ -3,23 +3,27 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from dblast.reproduction import names
 from dblast.reproduction import demo
-from dblast.drafter import write_checkpoint
+from dblast import losses
+from dblast.reproduction import objectives
 from dblast.reproduction.cli import app
 from dblast.errors import ArtefactError, DBlastError
 from dblast.reproduction.paths import ROOT
+from tests.reproduction.test_initialise import write_dflash
 
 #: Runs the command line like ``python -m dblast`` and says on stdout which of the modules named first it imported.
 _PROBE = """
 import sys
 modules = sys.argv[1].split(",")
 sys.argv = ["dblast", *sys.argv[2:]]
-from dblast.cli import main
+from dblast.reproduction.cli import main
 try:
     main()
 except SystemExit as stop:
@@ -83,6 +87,16 @@ def test_a_plan_is_refused_before_the_stages_are_imported(arguments, words):
     assert done.stdout.strip() == "imported:"
 
 
+def test_the_command_line_shows_every_name_that_is_known():
+    assert (*names.LOSSES, *names.OBJECTIVES) == tuple(losses.LOSSES) and names.OBJECTIVES == tuple(objectives.OBJECTIVES)
+    assert names.AL_CONSTRUCTIONS == losses.AL_CONSTRUCTIONS
+    wide = {"COLUMNS": "400", "NO_COLOR": "1"}
+    train, generate = (CliRunner(env=wide).invoke(app, [command, "--help"]).stdout for command in ("train", "generate"))
+    for known in (names.LOSSES, names.OBJECTIVES, names.AL_CONSTRUCTIONS, names.PROMPT_SOURCES, names.STARTS):
+        assert ", ".join(known) in train
+    assert ", ".join(names.MODES) in generate
+
+
 @pytest.mark.parametrize("name", ["owner/name", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", "smollm2"])
 def test_hub_ids_are_left_to_the_hub(name):
     demo.check_target_name(name)
@@ -131,10 +145,28 @@ def test_a_drafter_whose_weights_do_not_fit_its_configuration_gets_one_line(llam
 
 
 def test_a_drafter_with_a_manifest_is_compared_with_it(llama, make_drafter, tmp_path):
-    folder = write_checkpoint(make_drafter(llama, num_categories=0), {}, tmp_path / "made")
+    folder = make_drafter(llama, num_categories=0).save(tmp_path / "made")
     demo.load_drafter(folder, llama)
     weights = bytearray((folder / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (folder / "model.safetensors").write_bytes(weights)
     with pytest.raises(ArtefactError, match="model.safetensors is missing or damaged"):
         demo.load_drafter(folder, llama)
+
+
+def test_a_published_dflash_folder_decodes_from_the_command_line(qwen3, make_drafter, tmp_path):
+    qwen3.model.save_pretrained(tmp_path / "target")
+    qwen3.tokenizer.save_pretrained(tmp_path / "target")
+    write_dflash(tmp_path / "dflash", make_drafter(qwen3, num_categories=0))
+    arguments = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "dflash"), "--max-new-tokens", "6"]
+    done = CliRunner().invoke(app, ["generate", "--prompt", "w5 w6", *arguments])
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "accepted length" in done.output
+
+
+def test_the_target_answers_as_its_drafter_was_trained(llama, make_drafter, tmp_path):
+    drafter = make_drafter(llama)
+    drafter.config.chat_options = {"enable_thinking": True}
+    target = replace(llama, chat_options=dict(llama.chat_options))
+    demo.load_drafter(drafter.save(tmp_path / "made"), target)
+    assert target.chat_options == {"enable_thinking": True}

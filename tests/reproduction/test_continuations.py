@@ -22,6 +22,7 @@ from dblast.sampling import SamplingSettings
 from dblast.verifier import greedy_branch_acceptance
 from tests.checks import one_line
 from tests.helpers import all_blocks, assert_close, generator, random_target, sequence_probability, target_log_p
+from tests.helpers import ERRORS, assert_within_errors, frequency_error
 
 SETTINGS = SamplingSettings(temperature=1.3, top_k=6, top_p=0.9)
 
@@ -61,7 +62,7 @@ def test_first_tokens_follow_the_target(llama):
     made = sample_continuations(llama, [prefix], SETTINGS, continuations=4000, block_length=1, generator=generator(3))
     p = SETTINGS.probabilities(llama.model(prefix[None]).logits[0, -1])
     frequency = torch.bincount(made["tokens"].flatten(), minlength=40) / 4000
-    assert (frequency - p).abs().max() < 0.03 and (frequency[p == 0] == 0).all()
+    assert_within_errors(frequency, p, frequency_error(p, 4000))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_truncation_points_are_distinct_leave_room_and_cover_all_places(make_tra
 
 def test_truncation_points_are_uniform():
     drawn = [int(draw_prefixes([5], [0], 1, 3, generator(seed))[1]) for seed in range(900)]
-    assert all(abs(drawn.count(a) / 900 - 1 / 3) < 0.06 for a in range(3))
+    assert_within_errors([drawn.count(a) / 900 for a in range(3)], [1 / 3] * 3, frequency_error(1 / 3, 900))
 
 
 # -- storage ------------------------------------------------------------------------------------
@@ -197,10 +198,10 @@ def test_the_estimate_of_early_determinism_is_unbiased(seed):
     exact = float((weight * log_p.cumsum(-1).exp().mean(-1)).sum())
     estimates = estimate_determinism(draw(4000, 20, generator(5)).log_p)
     error = float(estimates.std() / 4000**0.5)
-    assert abs(float(estimates.mean()) - exact) < 4 * error
+    assert_within_errors(estimates.mean(), exact, error)
     # The mean of single probabilities, without the product over the prefix, is another quantity.
     wrong = draw(4000, 20, generator(5)).log_p.exp().mean()
-    assert abs(float(wrong) - exact) > 8 * error
+    assert abs(float(wrong) - exact) > 50 * error
 
 
 def test_determinism_leaves_out_what_was_never_written():
@@ -211,18 +212,19 @@ def test_determinism_leaves_out_what_was_never_written():
 
 def test_scoring_on_the_fitting_half_is_biased_upward():
     _, _, _, _, draw = _exact(3)
-    stored = draw(300, 16, generator(6))
+    stored = draw(600, 4, generator(6))
     names = ("tokens", "log_p", "valid", "support", "support_log_p")
     split, same = [], []
     for i in range(len(stored)):
         here = {name: getattr(stored, name)[i] for name in names}
-        fit, score = ({name: value[index] for name, value in here.items()} for index in split_halves(16)[0])
+        fit, score = ({name: value[index] for name, value in here.items()} for index in split_halves(4)[0])
         split.append(independent_accepted(fit, score))
         same.append(independent_accepted(fit, fit))
     split, same = pd.DataFrame(split), pd.DataFrame(same)
     gap = same - split
     error = gap.std() / len(gap) ** 0.5
-    assert gap["independent, sampled"].mean() > 5 * error["independent, sampled"]
+    # The bias is twelve errors wide.
+    assert gap["independent, sampled"].mean() > ERRORS * error["independent, sampled"]
 
 
 def test_blocks_chosen_from_few_samples_never_exceed_the_exact_optimum():
@@ -257,16 +259,18 @@ def test_oracle_proposals_reach_their_exact_values_with_many_samples():
     marginal = torch.stack([(weight.unsqueeze(-1) * torch.nn.functional.one_hot(blocks[:, i], 3)).sum(0) for i in range(3)])
     q = marginal[torch.arange(3), blocks]
     sampled = (weight * expected_accepted((q / log_p.exp()).clamp(max=1.0))).sum()
-    assert abs(table["independent, sampled"] - float(sampled)) < 0.02
+    # Over 20 prefixes with 1500 continuations each, most of which differ between prefixes.
+    assert_within_errors(table["independent, sampled"], sampled, 0.003)
     best = max(
         float(sum(sequence_probability(target, tuple(block[: j + 1].tolist())) for j in range(3))) for block in blocks
     )
-    assert abs(table["best 1 block"] - best) < 0.02
+    # Exact whatever was sampled, as soon as the best blocks are among the 1500.
+    assert_close(table["best 1 block"], best, 1e-4)
     pairs = itertools.combinations(blocks.tolist(), 2)
     two = max(
         sum(sequence_probability(target, u) for u in {tuple(b[: j + 1]) for b in pair for j in range(3)}) for pair in pairs
     )
-    assert abs(table["best 2 blocks"] - two) < 0.02
+    assert_close(table["best 2 blocks"], two, 1e-4)
 
 
 def test_splitting_needs_two_continuations():

@@ -124,7 +124,8 @@ def test_combination_adds_values_and_influences_with_their_coefficients():
 def test_difference_is_a_combination(macro):
     rng = np.random.default_rng(3)
     ours, base = scores(rng.uniform(8, 30, 12)), scores(rng.uniform(8, 30, 12))
-    assert difference(ours, base, macro) == combination([(1, ours), (-1, base)], macro)
+    one, two = difference(ours, base, macro), combination([(1, ours), (-1, base)], macro)
+    assert (one.value, one.standard_error) == pytest.approx((two.value, two.standard_error)) and one.n == two.n
     twice = combination([(2, ours)], macro)
     assert twice.standard_error == pytest.approx(2 * accepted_length(ours, macro).standard_error)
 
@@ -208,7 +209,7 @@ def test_seed_noise_adds_to_the_error_over_prompts_in_squares():
 def test_one_seed_leaves_the_error_over_prompts_and_says_so():
     rows = scores([10.0, 30, 20, 18])
     estimate = with_seed_noise(accepted_length, rows, macro=True)
-    assert estimate.standard_error == accepted_length(rows, macro=True).standard_error
+    assert estimate.standard_error == pytest.approx(accepted_length(rows, macro=True).standard_error)
     assert estimate.seeds == 1
 
 
@@ -232,7 +233,10 @@ def test_few_seeds_widen_the_interval_by_students_quantile():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
 def test_intervals_from_three_seeds_cover_what_they_promise(share):
-    """Errors of which a share is the seeds': 92 to 95 % of the intervals hold zero; with 1.96 it would be down to 85 %."""
+    """Errors of which a share is the seeds': 92 to 95 % of the intervals hold zero; with 1.96 it would be down to 85 %.
+
+    One standard error of these shares, of 4000 intervals each, is 0.3 to 0.6 points: the limits are over four away.
+    """
     rng = np.random.default_rng(int(10 * share))
     prompts = rng.normal(size=(4000, 60)) * np.sqrt((1 - share) * 60)
     seeds = rng.normal(size=(4000, 3)) * np.sqrt(share * 3)
@@ -242,8 +246,8 @@ def test_intervals_from_three_seeds_cover_what_they_promise(share):
         error, freedom = joint_error((p, 59), (s, 2))
         covered += abs(value) < half_width(error, freedom)
         normal += abs(value) < 1.96 * error
-    assert 0.91 < covered / 4000 < 0.97
-    assert share < 0.9 or normal / 4000 < 0.89
+    assert 0.90 < covered / 4000 < 0.97
+    assert share < 0.9 or normal / 4000 < 0.88
 
 
 def test_seed_noise_wants_the_same_seeds_and_common_seeds_finds_them():
@@ -254,7 +258,7 @@ def test_seed_noise_wants_the_same_seeds_and_common_seeds_finds_them():
     assert [set(rows.seed) for rows in shared] == [{0}, {0}]
     estimate = with_seed_noise(difference, *shared)
     assert estimate.seeds == 1 and estimate.value == pytest.approx(1 - 40 / 18 + 1)
-    with pytest.raises(DBlastError, match="no training seed in common"):
+    with pytest.raises(DBlastError, match="no fine-tuning seed in common"):
         common_seeds(three, scores([18.0] * 4, seed=7))
     with pytest.raises(DBlastError, match="no scores"):
         common_seeds(three, one[:0])
@@ -391,7 +395,8 @@ def test_bootstrap_intervals_agree_with_the_delta_method_on_many_prompts_and_pai
     passes = rng.uniform(10, 35, 300)
     base, ours = scores(passes), scores(passes * rng.uniform(0.85, 0.95, 300))
     for macro in (False, True):
-        found, exact = bootstrap_gain(ours, base, macro=macro), gain(ours, base, macro)
+        # One standard error of an end is 0.06 of the gain's at 2000 replicates, 0.03 at 8000.
+        found, exact = bootstrap_gain(ours, base, macro=macro, replicates=8000), gain(ours, base, macro)
         assert np.allclose(found.interval, exact.interval, atol=0.1 * 1.96 * exact.standard_error)
         assert found.n == 300 and found.seeds == 1
     # Without pairing, the prompts' own differences would make it several times as wide.
@@ -404,9 +409,9 @@ def test_bootstrap_intervals_are_of_prompts_alone_and_the_same_every_time():
     base = pd.concat([scores(passes, seed=s) for s in (0, 1)])
     ours = pd.concat([scores(passes * factor, seed=s) for s, factor in ((0, 0.8), (1, 0.9))])
     found = bootstrap_gain(ours, base)
-    assert found.seeds == 2 and found == bootstrap_gain(ours, base)
+    assert found.seeds == 2 and found.interval == pytest.approx(bootstrap_gain(ours, base).interval)
     other = bootstrap_gain(ours, base, generator=np.random.default_rng(5))
-    assert other.value == found.value and other != found
+    assert other.value == pytest.approx(found.value) and abs(other.low - found.low) > 1e-6
     # Both seeds' passes are pooled, so that their spread (14 % of the accepted length) is no part of it.
     assert found.high - found.low < 15
     assert bootstrap_gain(base, base).interval == (0, 0)

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.drafter import add_categories, load_dflash
 from dblast.training import frequent_tokens, new_drafter, start_from_target, tap_scales
 from tests.checks import one_line
+from tests.helpers import assert_close, assert_same_computation
 
 MASK, HEADS = 3, ("expander.", "prior.")
 
@@ -142,7 +142,7 @@ def test_positions_without_a_size_do_not_count(make_trajectory):
     features = torch.zeros_like(trajectory.features)
     features[-2:] = 3.0
     scales = tap_scales([replace(trajectory, features=features)], taps=2)
-    assert scales.tolist() == [3.0, 3.0]
+    assert_close(scales, [3.0, 3.0])
     features[:, 4:] = 0.0
     with pytest.raises(DBlastError, match="no usable size"):
         tap_scales([replace(trajectory, features=features)], taps=2)
@@ -169,7 +169,7 @@ def test_frequent_tokens_breaks_ties_and_fills_up_with_the_smaller_id(make_traje
 @pytest.mark.parametrize("start", [0, 1, 4])
 def test_adding_categories_keeps_the_backbone(llama, make_drafter, start):
     backbone = make_drafter(llama, num_categories=start)
-    drafter = add_categories(backbone, 3, seed=0)
+    drafter = backbone.with_categories(3, seed=0)
     kept = {name: value for name, value in backbone.state_dict().items() if not name.startswith(HEADS)}
     for name, value in kept.items():
         assert torch.equal(value, drafter.state_dict()[name])
@@ -180,16 +180,17 @@ def test_adding_categories_keeps_the_backbone(llama, make_drafter, start):
 def test_adding_categories_leaves_the_backbone_untouched(llama, make_drafter):
     backbone = make_drafter(llama, num_categories=0)
     before = outputs(backbone)
-    drafter = add_categories(backbone, 2, seed=0)
+    drafter = backbone.with_categories(2, seed=0)
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.zero_()
-    assert torch.equal(before, outputs(backbone)) and backbone.config.num_categories == 0
+    assert_same_computation(outputs(backbone), before)
+    assert backbone.config.num_categories == 0
 
 
 def test_seeds_differ_only_in_the_heads(llama, make_drafter):
     backbone = make_drafter(llama, num_categories=0)
-    first, again, other = (add_categories(backbone, 2, seed).state_dict() for seed in (0, 0, 1))
+    first, again, other = (backbone.with_categories(2, seed).state_dict() for seed in (0, 0, 1))
     for name, value in first.items():
         assert torch.equal(value, again[name])
         # Biases and the prior start at zero whatever the seed.
@@ -199,14 +200,14 @@ def test_seeds_differ_only_in_the_heads(llama, make_drafter):
 def test_added_categories_barely_change_the_drafter(llama, make_drafter):
     backbone = make_drafter(llama, num_categories=0)
     backbone.config.initializer_range = 0.02
-    before, after = outputs(backbone), outputs(add_categories(backbone, 4, seed=0).eval())
+    before, after = outputs(backbone), outputs(backbone.with_categories(4, seed=0).eval())
     change = change_per_branch(before, after)
     assert 0 < change.min() and change.max() < 0.05
 
 
 def test_adding_categories_keeps_a_draft_vocabulary(llama, make_drafter):
     backbone = make_drafter(llama, num_categories=0, draft_vocab_size=12)
-    drafter = add_categories(backbone, 2, seed=0)
+    drafter = backbone.with_categories(2, seed=0)
     assert torch.equal(drafter.draft_token_ids, backbone.draft_token_ids)
     assert set(drafter.greedy_tokens(torch.randn(4, 2, 3, 32)).flatten().tolist()) <= set(
         drafter.draft_token_ids.tolist()
@@ -216,13 +217,13 @@ def test_adding_categories_keeps_a_draft_vocabulary(llama, make_drafter):
 def test_adding_categories_leaves_the_global_seed_alone(llama, make_drafter):
     backbone = make_drafter(llama, num_categories=0)
     before = torch.get_rng_state()
-    add_categories(backbone, 2, seed=0)
+    backbone.with_categories(2, seed=0)
     assert torch.equal(before, torch.get_rng_state())
 
 
 def test_fewer_than_one_category_is_refused(llama, make_drafter):
     with pytest.raises(DBlastError) as error:
-        add_categories(make_drafter(llama), 0, seed=0)
+        make_drafter(llama).with_categories(0, seed=0)
     one_line(error, "K", "0")
 
 
@@ -286,7 +287,7 @@ def published(qwen3, make_drafter) -> DBlastDrafter:
 
 
 def test_published_checkpoint_computes_what_its_weights_say(qwen3, published, tmp_path):
-    loaded = load_dflash(write_dflash(tmp_path / "dflash", published))
+    loaded = DBlastDrafter.load(write_dflash(tmp_path / "dflash", published))
     assert loaded.config.num_categories == 0 and loaded.config.rope_theta == 1_000_000.0
     assert loaded.config.block_length == 3 and loaded.config.target_layer_ids == [0, 2]
     loaded = loaded.float().eval().attach(qwen3.model)
@@ -294,7 +295,7 @@ def test_published_checkpoint_computes_what_its_weights_say(qwen3, published, tm
 
 
 def test_published_checkpoint_takes_category_heads(qwen3, published, tmp_path):
-    loaded = load_dflash(write_dflash(tmp_path / "dflash", published), num_categories=4, seed=1)
+    loaded = DBlastDrafter.load(write_dflash(tmp_path / "dflash", published)).with_categories(4, seed=1)
     assert loaded.category_parameters() == 4 * 32**2 + 2 * 4 * 32 + 4
     for name, value in published.state_dict().items():
         assert torch.equal(value, loaded.state_dict()[name].float())
@@ -305,7 +306,7 @@ def test_published_checkpoint_takes_category_heads(qwen3, published, tmp_path):
 
 
 def test_published_checkpoint_can_be_stored_as_our_own(qwen3, published, tmp_path):
-    load_dflash(write_dflash(tmp_path / "dflash", published)).save_pretrained(tmp_path / "ours")
+    DBlastDrafter.load(write_dflash(tmp_path / "dflash", published)).save_pretrained(tmp_path / "ours")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["model_type"] == "dblast"
     loaded = DBlastDrafter.from_pretrained(tmp_path / "ours", dtype=torch.float32).eval().attach(qwen3.model)
     torch.testing.assert_close(outputs(loaded), outputs(published), atol=1e-5, rtol=1e-5)
@@ -323,7 +324,7 @@ def test_published_checkpoint_can_be_stored_as_our_own(qwen3, published, tmp_pat
 def test_checkpoint_of_another_shape_is_refused(published, tmp_path, changes, words):
     folder = write_dflash(tmp_path / "dflash", published, **changes)
     with pytest.raises(DBlastError) as error:
-        load_dflash(folder)
+        DBlastDrafter.load(folder)
     one_line(error, str(folder), *words)
 
 
@@ -332,7 +333,7 @@ def test_cut_off_checkpoint_is_refused(published, tmp_path):
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-50])
     with pytest.raises(DBlastError) as error:
-        load_dflash(folder)
+        DBlastDrafter.load(folder)
     one_line(error, str(folder))
 
 
@@ -341,7 +342,7 @@ def test_incomplete_checkpoint_is_refused(published, tmp_path, missing):
     folder = write_dflash(tmp_path / "dflash", published)
     (folder / missing).unlink()
     with pytest.raises(DBlastError) as error:
-        load_dflash(folder)
+        DBlastDrafter.load(folder)
     one_line(error, str(folder))
 
 
@@ -351,5 +352,5 @@ def test_checkpoint_without_mask_token_is_refused(published, tmp_path):
     del config["dflash_config"]["mask_token_id"]
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(DBlastError) as error:
-        load_dflash(folder)
+        DBlastDrafter.load(folder)
     one_line(error, "mask_token_id")

@@ -60,7 +60,7 @@ def test_gains_are_paired_and_carry_the_noise_of_seeds():
 
 
 def test_the_table_shows_every_loss_at_both_k_and_no_gain_of_nll_over_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr("dblast.reproduction.tables.FIGURES", tmp_path)
+    monkeypatch.setattr("dblast.reproduction.paths.RUNS", tmp_path)
     scores, _ = loss_scores()
     table = loss_table(scores, "toy")
     assert [loss for k, loss in table.display.index if k == 4] == ["NLL", "AL", "TRUNC", "KD"]
@@ -68,8 +68,8 @@ def test_the_table_shows_every_loss_at_both_k_and_no_gain_of_nll_over_itself(tmp
     assert table.display.loc[(1, "AL"), "low over NLL"].startswith("+") and "%" in table.display.loc[(1, "AL"), "low over NLL"]
     assert {path.suffix for path in table.save("any")} == {".csv", ".md", ".tex"}
     several = loss_table(loss_scores(noise=0.01, seeds=(0, 1))[0], "toy").caption
-    assert "1 training seed," in table.caption and "and training seeds" not in table.caption
-    assert "2 training seeds," in several and "(paired) and training seeds for gains" in several
+    assert "1 fine-tuning seed," in table.caption and "and fine-tuning seeds" not in table.caption
+    assert "2 fine-tuning seeds," in several and "(paired) and fine-tuning seeds for gains" in several
 
 
 def test_verdicts_follow_the_intervals():

@@ -30,7 +30,7 @@ from dblast.reproduction.objectives import (
     truncated_cross_entropy,
 )
 from dblast.verifier import soft_distribution
-from tests.helpers import assert_close, generator, random_log_prior
+from tests.helpers import assert_close, assert_same_computation, generator, random_log_prior
 from tests.method.test_losses import IMPOSSIBLE, Case, gradients, mean
 
 VOCABULARY, LENGTH = 3, 3
@@ -339,7 +339,7 @@ def test_acceptance_rate_is_the_overlap_of_target_and_conditional(branches, zero
             assert_close(divergence[n, i], kl, 1e-5)
             siblings = [k for k, y in enumerate(toy.blocks.tolist()) if y[:i] == x[:i] and y[i + 1 :] == x[i + 1 :]]
             weight = toy.log_p[siblings, i].exp()
-            assert_close((weight * once[0][siblings, i].exp()).sum(), overlap)
+            assert_close((weight * once[0][siblings, i].exp()).sum(), overlap, 1e-5)
             assert_close((weight * once[1][siblings, i])[weight > 0].sum(), kl, 1e-5)
             assert -(weight * once[0][siblings, i])[weight > 0].sum() >= -log_alpha[n, i] - 1e-6  # Jensen
 
@@ -405,7 +405,7 @@ def test_first_error_is_one_event_at_most(branches):
     toy = Toy(branches, seed=19)
     survives = log_realised_acceptance(*toy.tensors, toy.valid)[0].sum(-1).exp()
     weights = first_error_weights(*toy.tensors, toy.valid)
-    assert_close(weights.sum(-1), 1 - survives)
+    assert_close(weights.sum(-1), 1 - survives, 1e-5)
     missed = torch.tensor(list(itertools.product([False, True], repeat=LENGTH)) * 4)[: len(toy.blocks)]
     hard = first_error_weights(*toy.tensors, toy.valid, missed)
     expected = [
@@ -447,7 +447,8 @@ def test_what_fills_missing_positions_does_not_matter(name):
         slopes = torch.autograd.grad(value, used, allow_unused=True, materialize_grads=True)
         for gradient, mask in zip(slopes, masks.values(), strict=True):
             assert (gradient.masked_select(~mask) == 0).all()
-    assert values[0] == values[1] == values[2]
+    assert_same_computation(values[1], values[0])
+    assert_same_computation(values[2], values[0])
 
 
 @NAMES
@@ -489,14 +490,15 @@ def test_names_share_a_signature(name):
     assert set(options) == set(INPUTS)
     value = OBJECTIVES[name](*toy.tensors, toy.valid, **options)
     assert value.ndim == 0
-    assert (value != OBJECTIVES[name](*toy.tensors, toy.valid, **toy.candidates)) == (name == "TRUNC")
+    default = OBJECTIVES[name](*toy.tensors, toy.valid, **toy.candidates)
+    assert math.isclose(value, default, rel_tol=1e-4) == (name != "TRUNC")
     with pytest.raises(DBlastError, match="unknown input 'eta'"):
         OBJECTIVES[name](*toy.tensors, eta=1.0)
     if name in ("TV", "NLA", "LK", "KD"):
         with pytest.raises(DBlastError, match="log_q_candidates and log_p_candidates"):
             OBJECTIVES[name](*toy.tensors, log_p_candidates=toy.log_p_candidates)
     else:
-        assert value == OBJECTIVES[name](*toy.tensors, toy.valid, tau=0.5, construction="one_prefix")
+        assert_same_computation(value, OBJECTIVES[name](*toy.tensors, toy.valid, tau=0.5, construction="one_prefix"))
 
 
 def test_bad_options_are_refused():

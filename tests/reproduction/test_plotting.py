@@ -172,7 +172,7 @@ def test_figures_use_those_colours(name, allowed):
 
 
 def test_the_same_figure_gives_the_same_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("dblast.reproduction.plotting.FIGURES", tmp_path)
+    monkeypatch.setattr("dblast.reproduction.paths.RUNS", tmp_path)
     data = pd.read_csv(FIGURES / "cpu/gains.csv")
     figure = gains_figure(data)
     files = []

@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 import sys
 import tomllib
 
@@ -13,7 +12,8 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from dblast.reproduction.paths import FIGURES, NOTEBOOKS, ROOT
+from dblast.reproduction import cli
+from dblast.reproduction.paths import NOTEBOOKS, ROOT
 from dblast.reproduction.profiles import PROFILES, get_profile
 from dblast.reproduction.reproduce import notebook_paths, parse_parameters
 from dblast.reproduction.results import TABLES, plan_digest, read_provenance, results_folder
@@ -118,31 +118,27 @@ def test_committed_results_are_those_of_their_profile(name, tables):
             assert record[file]["sha256"] == sha256_file(results_folder(name) / file)
 
 
-def test_readme_table_repeats_the_result_table():
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for target in ("tiny", "smollm2"):
-        rows = pd.read_csv(FIGURES / "cpu" / "tables" / f"table2_{target}.csv")
-        rows = rows[(rows.task == "average") & (rows.seed.astype(str) == "all")].set_index(["setting", "method"])
-        for setting in ("high", "medium", "low"):
-            cells = [rows.loc[(setting, m)] for m in ("DFlash", "DFlash+AL", "DFlash+DS", "DBlast")]
-            numbers = " | ".join(f"{c.accepted_length:.2f} ± {c.standard_error:.2f}" for c in cells)
-            assert f"| {target} | {setting} | {numbers} |" in text
-
-
 def test_tiny_target_of_the_committed_results_is_close_to_its_language():
     last = pd.read_parquet(results_folder("cpu") / "tiny-target.parquet").iloc[-1]
     assert last.entropy - 0.01 < last.held_out_loss < last.entropy + 0.03
 
 
-def _dblast(*arguments):
-    done = subprocess.run([sys.executable, "-m", "dblast", *arguments], capture_output=True, text=True, cwd=ROOT)
-    return done.returncode, done.stderr
+@pytest.fixture
+def dblast(monkeypatch, capsys):
+    """The command line in this process: exit status, stdout and stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dblast", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code, *capsys.readouterr()
+
+    return run
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["reproduce", "--profile", "nope"], "unknown profile 'nope'"),
         (["reproduce", "--profile", "smoke", "-p", "nonsense=1"], "no parameter 'nonsense'"),
         (["reproduce", "--profile", "smoke", "-p", "nonsense"], "NAME=VALUE"),
         (["reproduce", "--profile", "smoke", "-p", "profile=cpu"], "--profile cpu"),
@@ -152,7 +148,6 @@ def _dblast(*arguments):
         (["train", "--mask-token-id", "5"], "is for loaded targets"),
         (["reproduce", "--profile", "smoke", "--only", "09"], "no notebook of profile 'smoke' starts with '09'"),
         (["train", "--target", "nope"], "no target 'nope'"),
-        (["train", "--loss", "nope"], "unknown loss 'nope'"),
         (["train", "--tasks", "poems"], "unknown task 'poems'"),
         (["train", "-K", "0"], "K must be at least 1"),
         (["train", "--block-length", "0"], "b must be at least 1"),
@@ -162,25 +157,19 @@ def _dblast(*arguments):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input_gives_one_clear_line_and_a_non_zero_exit(arguments, words):
-    code, text = _dblast(*arguments)
+def test_bad_input_gives_one_clear_line_and_a_non_zero_exit(dblast, arguments, words):
+    code, _, text = dblast(*arguments)
     assert code == 2
     assert len(text.strip().splitlines()) == 1 and words in text
 
 
-def test_ctrl_c_is_not_success(monkeypatch, capsys):
-    from dblast.reproduction import cli
-
-    monkeypatch.setattr(sys, "argv", ["dblast", "profiles"])
-
+def test_ctrl_c_is_not_success(dblast, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli.typer, "echo", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 130
-    assert "interrupted" in capsys.readouterr().err
+    code, _, text = dblast("profiles")
+    assert code == 130 and "interrupted" in text
 
 
 def test_no_placeholder_is_left_in_the_documentation():
@@ -188,17 +177,16 @@ def test_no_placeholder_is_left_in_the_documentation():
         assert not re.search(r"@[A-Z0-9]+@", path.read_text(encoding="utf-8")), path.name
 
 
-def test_an_unreadable_prompt_line_is_named(tmp_path):
+def test_an_unreadable_prompt_line_is_named(dblast, tmp_path):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"task": "chat", "turns": ["Hello?"]}\n{"task": "chat"\n')
-    code, text = _dblast("train", "--target", "smollm2", "--prompts", str(path))
+    code, _, text = dblast("train", "--target", "smollm2", "--prompts", str(path))
     assert code == 2 and "mine.jsonl:2:" in text
 
 
-def test_profiles_listed_by_the_command_line_are_those_that_exist():
-    done = subprocess.run([sys.executable, "-m", "dblast", "profiles"], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(PROFILES)
+def test_profiles_listed_by_the_command_line_are_those_that_exist(dblast):
+    code, text, _ = dblast("profiles")
+    assert code == 0 and [line.split()[0] for line in text.splitlines()] == list(PROFILES)
 
 
 def test_parameter_values_are_numbers_truths_or_words():

@@ -137,10 +137,10 @@ def test_tables_and_figures_name_the_value_and_n():
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
     table = sweep_table(rows, "block_length_toy", "Block length (toy)", "over DFlash", "gain")
     assert "n = 8" in table.caption and table.display.index.names == ["block length b", "method"]
-    # The plan has one training seed: no error has a part of seeds.
-    assert "1 training seed," in table.caption and "and training seeds" not in table.caption
+    # The plan has one fine-tuning seed: no error has a part of seeds.
+    assert "1 fine-tuning seed," in table.caption and "and fine-tuning seeds" not in table.caption
     more = sweep_table(rows.assign(seeds=3), "block_length_toy", "Block length (toy)", "over DFlash", "gain")
-    assert "3 training seeds," in more.caption and "(paired) and training seeds for gains" in more.caption
+    assert "3 fine-tuning seeds," in more.caption and "(paired) and fine-tuning seeds for gains" in more.caption
     assert table.display.loc[(3, "DFlash"), "low: over DFlash"] == ""
     assert table.display.loc[(7, "DBlast"), "low: over DFlash"].startswith("+")
     for even in (False, True):
@@ -185,7 +185,7 @@ def test_what_is_refused():
     with pytest.raises(DBlastError, match="no scores of 'toy-b3'"):
         sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
     apart, _ = toy_scores({"toy-b3": 1.0}, seeds=(1,))
-    with pytest.raises(DBlastError, match="no training seed in common"):
+    with pytest.raises(DBlastError, match="no fine-tuning seed in common"):
         sweep_rows(pd.concat([scores, apart]), {3: "toy-b3", 7: "toy"}, 7, "b")
     with pytest.raises(DBlastError, match="not a value"):
         sweep_rows(scores, {7: "toy"}, 5, "b")

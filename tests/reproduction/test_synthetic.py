@@ -11,6 +11,7 @@ import torch
 from dblast.reproduction.language import synthetic
 from dblast.reproduction.language import tiny
 from dblast.reproduction.language.grammar import GRAMMAR, SCENES, Writer
+from tests.helpers import assert_within_errors, frequency_error
 
 
 class Scripted(Writer):
@@ -89,7 +90,7 @@ def test_sampled_frequencies_match_log_probability():
         counts[tuple(writer.words)] += 1
     for words, value in outcomes([step], memory):
         p = math.exp(value)
-        assert abs(counts[words] / n - p) < 5 * math.sqrt(p * (1 - p) / n)
+        assert_within_errors(counts[words] / n, p, frequency_error(p, n))
 
 
 def test_equal_texts_have_equal_probability_and_masses_stay_below_one(corpus):
@@ -134,7 +135,7 @@ def test_entropy_is_moderate_and_reproducible():
     mean, error = synthetic.entropy_per_token(2000, seed=0)
     other, other_error = synthetic.entropy_per_token(2000, seed=1)
     assert 0.2 < mean < 0.45 and 0 < error < 0.01
-    assert abs(mean - other) < 5 * math.hypot(error, other_error)
+    assert_within_errors(mean, other, math.hypot(error, other_error))
     assert synthetic.entropy_per_token(2000, seed=0) == (mean, error)
 
 

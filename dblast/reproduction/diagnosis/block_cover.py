@@ -84,30 +84,6 @@ def cover_value(branches: Tensor, blocks: Tensor, weight: Tensor) -> float:
     return float(node_weight[node.unique()].sum())
 
 
-def trie_prior(branches: Tensor, blocks: Tensor, weight: Tensor) -> Tensor:
-    """The prior under which every emitted token that some branch offers is accepted.
-
-    At every node of the branch trie the mass is split in proportion to the
-    target's probability of the children; where all of them have probability
-    zero, evenly.
-
-    Args:
-        branches: (K, b) distinct branches.
-        blocks, weight: (N, b) and (N,), the target's distribution.
-
-    Returns:
-        (K,) float64 log prior; minus infinity for a branch that leaves the target's
-        support where another branch does not.
-
-    Raises:
-        DBlastError: two branches are equal, no blocks or branches, wrong shapes, or bad weights.
-    """
-    node, node_weight = _branch_nodes(branches, *_checked(blocks, weight))
-    if len(node[:, -1].unique()) < len(node):
-        raise DBlastError("two branches are the same block; give every branch once")
-    return _split(node, node_weight)
-
-
 def _checked(blocks: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """int64 blocks and float64 weights, or an error that says what is wrong."""
     if blocks.ndim != 2 or blocks.numel() == 0:

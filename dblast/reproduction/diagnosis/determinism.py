@@ -115,7 +115,7 @@ def _wide(points: pd.DataFrame) -> pd.DataFrame:
 def _with_seeds(
     points: pd.DataFrame, statistic: Callable[[pd.DataFrame], float], contributions: pd.Series
 ) -> tuple[float, float]:
-    """Standard error over prompts and training seeds, and its degrees of freedom.
+    """Standard error over prompts and fine-tuning seeds, and its degrees of freedom.
 
     The seeds' part is that of the statistic made anew from every seed's points.
     """
@@ -137,7 +137,7 @@ def determinism_bins(points: pd.DataFrame, edges: Sequence[float] = EDGES) -> pd
 
     Points of one prompt are not independent of each other: standard errors are
     over prompts (clusters), paired for the gain, and include the noise of
-    training seeds where there are several.
+    fine-tuning seeds where there are several.
 
     Args:
         points: one row per truncation point, seed and method: ``target, split,
