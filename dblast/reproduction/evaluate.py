@@ -10,17 +10,15 @@ from typing import Any
 
 import pandas as pd
 import torch
-from transformers import AutoConfig
 
 from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.replay import PROPOSALS
-from dblast.reproduction.demo import check_model_name, check_target_name
 from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_temperature, readable, score_proposals
 from dblast.reproduction.evaluation_plots import evaluation_figure
-from dblast.reproduction.experiments import default_device, prepare_trajectories
-from dblast.reproduction.own_target import check_fits, load_drafter_config
+from dblast.reproduction.experiments import prepare_trajectories
+from dblast.reproduction.pairs import open_pair
 from dblast.reproduction.plans import CATEGORY_TEMPERATURES, DataConfig, DrafterConfig, Plan
 from dblast.reproduction.profiles import SMOLLM2
 from dblast.reproduction.prompts import own
@@ -29,7 +27,7 @@ from dblast.reproduction.prompts.sources import Prompt, load_prompts
 from dblast.reproduction.requirements import check_memory
 from dblast.reproduction.stages import digest
 from dblast.sampling import SETTINGS, get_setting
-from dblast.targets import Target, load_target
+from dblast.targets import Target
 from dblast.trajectories import EncodedPrompt
 
 #: What ``drafter`` leaves beside the weights: hashes of the prompts it trained on and calibrated with.
@@ -45,7 +43,6 @@ def evaluate_drafter(
     settings: Sequence[str] | None = None,
     per_task: int = 48,
     response_tokens: int | None = None,
-    mask_token_id: int | None = None,
     chat_options: dict[str, Any] | None = None,
     csv: Path | None = None,
     plot: Path | None = None,
@@ -74,7 +71,7 @@ def evaluate_drafter(
         get_setting(setting)
     prompts = own.without_repeats(load_prompts("bundled") if source == "bundled" else own.read_own(source))
     own.check_enough(prompts, source)
-    target, config = open_pair(name, target_name, mask_token_id, chat_options)
+    target, config = open_pair(name, target_name, chat_options)
     plan = _plan(target, config, settings, per_task, response_tokens, seed)
     encoded = _without_used(name, _first(prompts, per_task, target, plan, seed), say)
     plan = replace(plan, data=replace(plan.data, prompts=own.keep(encoded, [])))
@@ -101,45 +98,6 @@ def evaluate_drafter(
         evaluation_figure(table).savefig(plot, dpi=200)
         say(f"figure in {plot}")
     return table
-
-
-def open_pair(
-    name: str, target_name: str | None, mask_token_id: int | None = None, chat_options: dict[str, Any] | None = None
-) -> tuple[Target, DBlastConfig]:
-    """A drafter's target, loaded, and the drafter's configuration.
-
-    A target of another shape is refused by its configuration, before its weights are read or downloaded.
-
-    Args:
-        target_name: None takes the one that the drafter remembers.
-        chat_options: None takes those that it remembers.
-    """
-    check_model_name(name, "give --drafter a folder or a Hugging Face id", prefix="--drafter: ")
-    config = load_drafter_config(name, DBlastConfig)
-    target_name = target_name or config.target_name
-    if target_name is None:
-        raise DBlastError(f"{name} does not remember its target; give --target")
-    check_target_name(target_name)
-    if target_name != "smollm2":
-        try:
-            shape = AutoConfig.from_pretrained(target_name)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DBlastError(
-                f"could not load target {target_name!r}: {reason}; give --target where it lies now"
-            ) from None
-        check_fits(config, shape, name)
-    mask = config.mask_token_id if mask_token_id is None else mask_token_id
-    if mask != config.mask_token_id:
-        raise DBlastError(
-            f"{name} was trained with mask token {config.mask_token_id}, not {mask}; leave --mask-token-id out"
-        )
-    options = config.chat_options if chat_options is None else chat_options
-    target = load_target(
-        target_name, dtype=torch.bfloat16, device=default_device(), mask_token_id=mask, chat_options=options
-    )
-    check_fits(config, target.model.config, name)
-    return target, config
 
 
 def _plan(

@@ -126,47 +126,14 @@ def _start_config(start: str, target: PreTrainedConfig) -> DBlastConfig:
     """Configuration of the drafter to start from, which must be of this target; its weights are not read.
 
     Raises:
-        DBlastError: it is none, or of another target.
+        DBlastError: it is none, has category heads, or is of another target.
     """
-    from dblast.backbone import DBlastConfig
-    from dblast.reproduction.checkpoints import shipped_drafter
+    from dblast.reproduction.pairs import check_fits, read_drafter_config
 
-    path = str(shipped_drafter("smollm2")) if start == "shipped" else start
-    return check_fits(load_drafter_config(path, DBlastConfig), target, f"--start {start}")
-
-
-def load_drafter_config(path: str, kind: type[DBlastConfig]) -> DBlastConfig:
-    """Configuration of a saved drafter.
-
-    Raises:
-        DBlastError: there is none.
-    """
-    try:
-        return kind.from_pretrained(path)
-    except DBlastError as error:
-        raise DBlastError(f"{path}: {error}") from None
-    except (OSError, ValueError, TypeError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DBlastError(f"{path} holds no drafter ({reason}); give a saved drafter, or a DFlash checkpoint") from None
-
-
-def check_fits(config: DBlastConfig, target: PreTrainedConfig, name: str) -> DBlastConfig:
-    """Refuse a drafter of another target, by configurations alone.
-
-    Raises:
-        DBlastError: see above.
-    """
-    sizes = {
-        "hidden size": (config.hidden_size, target.hidden_size),
-        "vocabulary": (config.vocab_size, target.vocab_size),
-        "number of layers": (config.num_target_layers, target.num_hidden_layers),
-    }
-    for what, (ours, theirs) in sizes.items():
-        if ours != theirs:
-            made = config.target_name or "a target"
-            raise DBlastError(
-                f"{name} was made for {made} with {what} {ours}, this target has {theirs}; give its own target"
-            )
+    config = read_drafter_config(start)
+    check_fits(config, target, f"--start {start}")
+    if config.num_categories:
+        raise DBlastError(f"--start {start} has category heads already; start from a drafter without, or leave it out")
     return config
 
 
@@ -284,37 +251,32 @@ def prepare(request: Request) -> Prepared:
         DBlastError: what cannot work, with the option to change.
     """
     import torch
-    from transformers import AutoConfig
 
     from dblast.backbone import DBlastConfig
     from dblast.reproduction.experiments import default_device
+    from dblast.reproduction.initialise import start_drafter
+    from dblast.reproduction.pairs import read_drafter_config, read_target_config
     from dblast.reproduction.prompts.own import open_own
     from dblast.reproduction.requirements import check_memory
-    from dblast.targets import check_supported, load_target, propose_mask_token
+    from dblast.targets import CHAT_OPTIONS, load_target, propose_mask_token
 
     if request.target == "smollm2" and request.start is None:
         request = replace(request, start="shipped")
     notes: list[str] = []
+    remembered: dict[str, Any] = {}
+    if request.is_given:
+        remembered = read_drafter_config(request.start).chat_options or {}
     if request.target != "smollm2":
         # The configuration alone tells most of what can be wrong, before gigabytes are read or downloaded.
-        try:
-            config = AutoConfig.from_pretrained(request.target)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise DBlastError(f"could not load target {request.target!r}: {reason}") from None
-        try:
-            check_supported(config)
-        except DBlastError as error:
-            raise DBlastError(f"target {request.target!r}: {error}") from None
+        config = read_target_config(request.target)
         plan = _checked(_base_plan(request, config))
         check_memory(plan, config, plan.data.training_tokens)
-    options = request.chat_options
     target = load_target(
         request.target,
         dtype=torch.bfloat16,
         device=default_device(),
         mask_token_id=request.mask_token_id,
-        chat_options=options,
+        chat_options=CHAT_OPTIONS | remembered | (request.chat_options or {}),
     )
     config = target.model.config
     plan = _checked(_base_plan(request, config))
@@ -329,7 +291,9 @@ def prepare(request: Request) -> Prepared:
         notes.append(f"mask token: {mask} ({word or 'a row that no token uses'}); --mask-token-id chooses another")
     plan = replace(plan, drafter=replace(plan.drafter, mask_token_id=mask))
     target.mask_token_id = mask
-    if not request.is_given:
+    if request.is_given:
+        start_drafter(plan.drafter, target, [], list(plan.drafter.taps))
+    else:
         DBlastConfig.for_target(
             target,
             num_layers=plan.drafter.layers,
@@ -369,7 +333,7 @@ def parse_chat_options(given: list[str] | None, enable_thinking: bool | None) ->
     """
     if not given and enable_thinking is None:
         return None
-    options: dict[str, Any] = {"enable_thinking": bool(enable_thinking)}
+    options: dict[str, Any] = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
     for item in given or []:
         name, separator, value = item.partition("=")
         if not separator or not name:
