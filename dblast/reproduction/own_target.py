@@ -266,7 +266,10 @@ def prepare(request: Request) -> Prepared:
     remembered: dict[str, Any] = {}
     if request.is_given:
         remembered = read_drafter_config(request.start).chat_options or {}
-    if request.target != "smollm2":
+    if request.target == "smollm2":
+        if request.start != "shipped" and request.is_given:
+            _start_config(request.start, read_target_config("smollm2"))
+    else:
         # The configuration alone tells most of what can be wrong, before gigabytes are read or downloaded.
         config = read_target_config(request.target)
         plan = _checked(_base_plan(request, config))

@@ -14,12 +14,18 @@ from dblast.sampling import SETTINGS, SamplingSettings
 from dblast.targets import CHAT_OPTIONS, Target, check_supported, load_target
 
 
+#: Sizes of the bundled target, known without fetching it.
+SMOLLM2_SHAPE = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
+
+
 def read_target_config(name: str) -> PreTrainedConfig:
-    """Configuration of a target that is no word, refused if no drafter can serve it.
+    """Configuration of a target (of smollm2 its sizes alone), refused if no drafter can serve it.
 
     Raises:
         DBlastError: it cannot be read, or its family is not supported.
     """
+    if name == "smollm2":
+        return PreTrainedConfig(**SMOLLM2_SHAPE)
     try:
         config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
@@ -88,8 +94,7 @@ def open_pair(
     if target_name is None:
         raise DBlastError(f"{name} does not remember its target; give --target")
     check_target_name(target_name)
-    if target_name != "smollm2":
-        check_fits(config, read_target_config(target_name), name)
+    check_fits(config, read_target_config(target_name), name)
     target = load_target(
         target_name,
         dtype=torch.bfloat16,
