@@ -146,7 +146,7 @@ def _without_used(name: str, prompts: list[EncodedPrompt], say: Callable[[str], 
     if len(left) < len(prompts):
         say(f"{len(prompts) - len(left)} of {len(prompts)} prompts trained or calibrated this drafter and are left out")
     fewest = min((sum(p.task == task for p in left) for task in {p.task for p in prompts}), default=0)
-    if fewest < own.FEWEST:
+    if fewest < 2:
         raise DBlastError(f"too few prompts are left that {name} has not seen ({len(left)}); give --prompts others")
     return left
 
