@@ -1,5 +1,5 @@
-"""Command line: ``python -m dblast fetch | profiles | pretrain | train | generate | reproduce | report | readme |
-check-results | cache``.
+"""Command line: ``python -m dblast fetch | profiles | drafter | evaluate | pretrain | train | generate | reproduce |
+report | readme | check-results | cache``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """
@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dblast.errors import DBlastError, storage_reason
+from dblast.reproduction import own_commands
 from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROMPT_SOURCES, STARTS
+from dblast.reproduction.requirements import check_numbers, check_output, size
 
 if TYPE_CHECKING:
     from dblast.reproduction.plans import Plan
@@ -48,6 +50,9 @@ def profiles() -> None:
         typer.echo(f"{profile.name:10s} {labels:20s} {time}")
 
 
+own_commands.register(app)
+
+
 # Options that `train` and `pretrain` share.
 Target = Annotated[str, typer.Option(help="Which of the profile's targets.")]
 Model = Annotated[str | None, typer.Option(help="Your own target: a local folder or a Hugging Face id.")]
@@ -66,8 +71,8 @@ def _check_names(model: str | None, output: Path | None) -> None:
     """Refuse an output that exists and a model that cannot be, before anything heavy is imported."""
     from dblast.reproduction.demo import check_target_name
 
-    if output is not None and output.exists():
-        raise DBlastError(f"{output} exists already; give --output a new folder")
+    if output is not None:
+        check_output(output, "--output")
     if model is not None:
         check_target_name(model)
 
@@ -102,6 +107,17 @@ def train(
 ) -> None:
     """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
     _check_names(model, output)
+    check_numbers(
+        categories=categories,
+        seed=seed,
+        block_length=block_length,
+        layers=layers,
+        steps=steps,
+        pretrain_steps=pretrain_steps,
+        learning_rate=learning_rate,
+        training_prompts=training_prompts,
+        pretraining_prompts=pretraining_prompts,
+    )
 
     from dblast.reproduction.plan_options import customise
     from dblast.reproduction.profiles import Variant, get_profile
@@ -162,6 +178,7 @@ def pretrain(
 ) -> None:
     """Pre-train a DFlash drafter from the target's own layers; `train --start FOLDER` goes on from it. It resumes."""
     _check_names(model, output)
+    check_numbers(block_length=block_length, layers=layers, steps=steps, training_prompts=training_prompts)
 
     from dblast.reproduction.plan_options import customise
     from dblast.reproduction.profiles import get_profile
@@ -217,19 +234,27 @@ def _show_scores(plan: Plan) -> None:
 def generate(
     prompt: Annotated[str, typer.Option(help="What to answer.")],
     drafter: Annotated[Path | None, typer.Option(help="Folder of a trained drafter (default: K = 4 AL of cpu, else the shipped one).")] = None,
-    target: Annotated[str, typer.Option(help="The drafter's target: smollm2, a folder or a Hugging Face id.")] = "smollm2",
+    target: Annotated[str | None, typer.Option(help="The drafter's target (default: the one it remembers).")] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 decodes greedily.")] = 1.0,
     top_k: Annotated[int, typer.Option(help="Keep this many tokens; 0 keeps all.")] = 20,
     top_p: Annotated[float, typer.Option(help="Nucleus mass.")] = 0.95,
-    category_temperature: Annotated[float, typer.Option(help="Z_T; 0 takes the likeliest category.")] = 1.0,
+    category_temperature: Annotated[
+        float | None, typer.Option(help="Z_T; 0 takes the likeliest category (default: calibrated, else 1).")
+    ] = None,
     mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "greedy_branch",
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
-    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    seed: own_commands.Seed = 0,
+    enable_thinking: own_commands.EnableThinking = None,
+    chat_option: own_commands.ChatOption = None,
 ) -> None:
     """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour."""
-    from dblast.reproduction.demo import check_request, decode_and_compare
+    from dblast.reproduction.demo import check_request, check_sampling, decode_and_compare
+    from dblast.reproduction.own_target import parse_chat_options
 
     # Before torch is imported, which the settings need.
+    check_sampling(temperature, top_k, top_p)
+    check_numbers(seed=seed)
+    options = parse_chat_options(chat_option, enable_thinking)
     check_request(prompt, drafter, target, category_temperature=category_temperature, max_new_tokens=max_new_tokens)
 
     from dblast.sampling import SamplingSettings
@@ -244,6 +269,7 @@ def generate(
         mode=mode,
         max_new_tokens=max_new_tokens,
         seed=seed,
+        chat_options=options,
     )
     typer.echo(view.ansi())
     typer.secho(f"{view.summary}, {timing}", fg=typer.colors.GREEN)
@@ -323,8 +349,8 @@ def cache(
     stages = list_stages()
     for stored in stages:
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(stored.changed))
-        typer.echo(f"{stored.kind:14s} {stored.key}  {_bytes(stored.size):>9s}  {date}  {stored.state}")
-    typer.echo(f"{len(stages)} artefacts, {_bytes(sum(stored.size for stored in stages))}, in {cache_folder()}")
+        typer.echo(f"{stored.kind:14s} {stored.key}  {size(stored.size):>9s}  {date}  {stored.state}")
+    typer.echo(f"{len(stages)} artefacts, {size(sum(stored.size for stored in stages))}, in {cache_folder()}")
     if check:
         problems = [problem for _, problem in check_all() if problem]
         for problem in problems:
@@ -336,19 +362,9 @@ def cache(
         useless = [stored for stored in stages if stored.state != "finished"]
         gone = remove(useless) if yes else useless
         done = "deleted" if yes else "would be deleted; add --yes to do it"
-        typer.echo(f"{len(gone)} artefacts, {_bytes(sum(stored.size for stored in gone))}: {done}")
+        typer.echo(f"{len(gone)} artefacts, {size(sum(stored.size for stored in gone))}: {done}")
         if len(gone) < len(useless):
             typer.echo(f"{len(useless) - len(gone)} left alone: another process is at work on them")
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            break
-        size /= 1000
-    else:
-        unit = "GB"
-    return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
 def main() -> None:

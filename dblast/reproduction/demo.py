@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dblast.errors import DBlastError
 
@@ -45,9 +45,14 @@ def check_target_name(name: str) -> None:
 
 
 def check_request(
-    prompt: str, drafter_folder: Path | None, target_name: str, *, category_temperature: float, max_new_tokens: int
+    prompt: str,
+    drafter_folder: Path | None,
+    target_name: str | None,
+    *,
+    category_temperature: float | None,
+    max_new_tokens: int,
 ) -> None:
-    """Refuse what can be seen to be wrong before a model is loaded.
+    """Refuse what can be seen to be wrong before a model is loaded; the words are those of the command line.
 
     Raises:
         DBlastError: a blank prompt, a missing folder, no drafter for this target, a number out of range.
@@ -55,14 +60,25 @@ def check_request(
     if not prompt.strip():
         raise DBlastError("the prompt is empty; give --prompt the text to answer")
     if max_new_tokens < 1:
-        raise DBlastError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if not category_temperature >= 0:
-        raise DBlastError(f"category temperature must not be negative, got {category_temperature}")
-    check_target_name(target_name)
+        raise DBlastError(f"--max-new-tokens must be at least 1, got {max_new_tokens}")
+    if category_temperature is not None and not 0 <= category_temperature < float("inf"):
+        raise DBlastError(f"--category-temperature must be a number and not be negative, got {category_temperature}")
+    if target_name is not None:
+        check_target_name(target_name)
     if drafter_folder is not None:
         check_model_name(str(drafter_folder), _DRAFTER_ADVICE, prefix=f"{drafter_folder} holds no drafter: ")
-    elif target_name != "smollm2":
+    elif target_name not in (None, "smollm2"):
         raise DBlastError(f"give --drafter FOLDER, a drafter trained for {target_name}")
+
+
+def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
+    """Refuse sampling options that cannot be, in the words of the command line."""
+    if not 0 <= temperature < float("inf"):
+        raise DBlastError(f"--temperature must be positive, or 0 for greedy decoding, got {temperature}")
+    if top_k < 0:
+        raise DBlastError(f"--top-k must be at least 1, or 0 for no limit, got {top_k}")
+    if not 0 < top_p <= 1:
+        raise DBlastError(f"--top-p must lie above 0 and be at most 1, got {top_p}")
 
 
 def default_drafter() -> Path:
@@ -125,19 +141,23 @@ def plain_speed(target: Target, prompt: list[int], settings: SamplingSettings | 
 def decode_and_compare(
     prompt: str,
     drafter_folder: Path | None,
-    target_name: str,
+    target_name: str | None,
     settings: SamplingSettings | None,
     *,
-    category_temperature: float,
+    category_temperature: float | None,
     mode: str,
     max_new_tokens: int,
     seed: int,
+    chat_options: dict[str, Any] | None = None,
 ) -> tuple[BlockView, str]:
     """Answer a prompt speculatively and time the same with plain decoding.
 
     Args:
         drafter_folder: None for :func:`default_drafter`, which belongs to smollm2.
+        target_name: None takes the one that the drafter remembers.
         settings: None decodes greedily.
+        category_temperature: None takes the one calibrated at the nearest of the paper's settings.
+        chat_options: put over those that the drafter remembers.
 
     Returns:
         The view and a sentence with both speeds, tokens per second after a short warm-up.
@@ -156,16 +176,19 @@ def decode_and_compare(
     import torch
 
     from dblast.decoding import generate
+    from dblast.reproduction.pairs import nearest_setting, open_pair
     from dblast.show import show_blocks
-    from dblast.targets import load_target
     from dblast.verifier import check_mode
 
     check_mode(mode, num_categories=1)
     if drafter_folder is None:
-        drafter_folder = default_drafter()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = load_target(target_name, device=device)
+        drafter_folder, target_name = default_drafter(), "smollm2"
+    target, _ = open_pair(str(drafter_folder), target_name, chat_options)
+    options, device = target.chat_options, target.device
     drafter = load_drafter(drafter_folder, target)
+    target.chat_options = options
+    if category_temperature is None:
+        category_temperature = drafter.category_temperature(nearest_setting(settings))
     ids = target.encode_chat([{"role": "user", "content": prompt}])
 
     def decode(tokens: int) -> Generated:

@@ -34,6 +34,7 @@ from dblast.reproduction.language.tiny import train_tiny_target
 from dblast.reproduction.plans import Plan, Variant
 from dblast.reproduction.progress import silence_worker
 from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts, prompt_spec, training_prompt_ids
+from dblast.reproduction.requirements import check_memory
 from dblast.reproduction.stages import RUN, Stage
 from dblast.sampling import get_setting
 from dblast.show import progress, quiet_loading
@@ -210,9 +211,10 @@ def check_target(plan: Plan) -> None:
 
     Raises:
         DBlastError: mask token unset or out of range, taps that do not exist, a drafter to start from that is damaged
-            or of another shape.
+            or of another shape; more memory than there is.
     """
     target, shape = open_target(plan), plan.drafter
+    check_memory(plan, target.model.config, plan.data.training_tokens)
     if not shape.pretrained_here:
         start_drafter(shape, target, [], taps(plan, target))
         return

@@ -56,7 +56,8 @@ class DataConfig:
     """Trajectories of one target.
 
     Attributes:
-        prompts: "synthetic" (tiny), "bundled", "hub", or a JSONL path for evaluation.
+        prompts: "synthetic" (tiny), "bundled", "hub", a JSONL path for evaluation, or "own:<hash>": encoded prompts for
+            training and evaluation that :mod:`dblast.reproduction.prompts.own` keeps.
         tasks: only these tasks (None = all).
         training_prompts: number of training prompts, one response each.
         training_setting: sampling setting of the training trajectories.
@@ -197,7 +198,7 @@ class Plan:
             unknown = set(data.tasks or ()) - set(KINDS)
             if unknown:
                 raise DBlastError(f"unknown task {sorted(unknown)[0]!r}; the tasks are {', '.join(KINDS)}")
-        elif data.prompts != "hub":
+        elif data.prompts != "hub" and not data.prompts.startswith("own:"):
             load_prompts(data.prompts, data.tasks)
         diagnosis = self.diagnosis
         get_setting(diagnosis.setting)

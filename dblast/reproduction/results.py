@@ -157,7 +157,7 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
         recompute: ignore the kept file.
 
     Raises:
-        DBlastError: unknown target or table.
+        DBlastError: unknown target or table, or nothing was ever kept of this profile.
         ArtefactError: the kept file is damaged, or was made by another plan.
     """
     plan = profile.plan(label)
@@ -170,6 +170,12 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
         if reason := _refusal(entry, path, plan, name):
             raise ArtefactError(f"{path.name} of profile {profile.name!r} {reason}; open it with recompute=True")
         return pd.read_parquet(path)
+    if not recompute and not any(results_folder(profile.name).glob("*.parquet")):
+        # A notebook opened by hand would start to sample and train.
+        raise DBlastError(
+            f"profile {profile.name!r} has no kept results; make them with `python -m dblast reproduce --profile {profile.name}`, "
+            "or set recompute to True here"
+        )
     start = time.monotonic()
     table = TABLES[name](plan)
     _keep(table, path, profile.name, plan, plan_digest(plan, name), time.monotonic() - start)

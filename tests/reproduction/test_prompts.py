@@ -222,10 +222,12 @@ GOOD = {"id": "a", "task": "chat", "turns": ["Hello?"]}
     [
         ("{not json", "not JSON"),
         ("[1, 2]", "not an object"),
-        ({"task": "poetry", "turns": ["x"]}, "unknown task 'poetry'; the tasks are maths, chat, code, creative"),
-        ({"turns": ["x"]}, "unknown task None"),
-        ({"task": ["chat"], "turns": ["x"]}, "unknown task"),
-        ({"task": "chat"}, "'turns' must be a list of strings"),
+        ({"task": ["chat"], "turns": ["x"]}, "'task' must be a string"),
+        ({"task": " ", "turns": ["x"]}, "'task' must be a string that is not empty"),
+        ({"task": "chat"}, "give either 'turns'"),
+        ({"prompt": "x", "turns": ["x"]}, "give either 'turns'"),
+        ({"prompt": ["x"]}, "'prompt' must be a string"),
+        ({"prompt": " "}, "'prompt' is empty"),
         ({"task": "chat", "turns": "x"}, "'turns' must be a list of strings"),
         ({"task": "chat", "turns": [1]}, "'turns' must be a list of strings"),
         ({"task": "chat", "turns": []}, "'turns' is empty"),
@@ -255,7 +257,7 @@ def test_missing_and_empty_files_and_unknown_tasks(tmp_path):
         load_prompts(tmp_path / "absent.jsonl")
     with pytest.raises(PromptError, match="holds no prompts"):
         load_prompts(write_lines(tmp_path / "empty.jsonl", ""))
-    with pytest.raises(PromptError, match="no prompts for maths"):
+    with pytest.raises(PromptError, match="unknown task 'maths'; the tasks are chat"):
         load_prompts(write_lines(tmp_path / "chat.jsonl", GOOD), tasks=["maths"])
     with pytest.raises(PromptError, match="unknown task 'poetry'; the tasks are maths"):
         load_prompts(tasks=["poetry"])

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from dblast.errors import DBlastError
 from dblast.reproduction.language import synthetic
 from dblast.reproduction.profiles import DataConfig, Plan
+from dblast.reproduction.prompts.own import OWN, open_own, own_file, prompt_ids
 from dblast.reproduction.prompts.sources import (
     EVALUATION_FILE,
     TASKS,
     Prompt,
-    chat_messages,
     load_prompts,
     split_prompts,
     training_prompts,
 )
+from dblast.reproduction.stages import digest
 from dblast.targets import Target, sha256_file
 from dblast.trajectories import EncodedPrompt
 
@@ -49,7 +51,22 @@ def evaluation_prompts(plan: Plan, target: Target) -> list[EncodedPrompt]:
     """Encoded evaluation prompts of the plan, calibration split included."""
     if plan.data.prompts == "synthetic":
         return _synthetic_evaluation(plan.data)
+    if plan.data.prompts.startswith(OWN):
+        return _own_evaluation(plan.data)
     return _encode(_evaluation_texts(plan), target)
+
+
+def _own_evaluation(data: DataConfig) -> list[EncodedPrompt]:
+    """Encoded prompts of one's own: the first ``evaluation_per_task`` of every task."""
+    rows = open_own(data.prompts, "evaluation")
+    return _first_of_every_task(rows, data.evaluation_per_task)
+
+
+def _first_of_every_task(rows: list, count: int) -> list:
+    """The first ``count`` of every task (all, if 0), task by task: the paper's in their order, then the others."""
+    tasks = dict.fromkeys((*TASKS, *(row.task for row in rows)))
+    groups = ([row for row in rows if row.task == task] for task in tasks)
+    return [row for group in groups for row in (group[:count] if count else group)]
 
 
 def _synthetic_evaluation(data: DataConfig, all_kinds: bool = False) -> list[EncodedPrompt]:
@@ -60,13 +77,11 @@ def _synthetic_evaluation(data: DataConfig, all_kinds: bool = False) -> list[Enc
 
 def _evaluation_texts(plan: Plan) -> list[Prompt]:
     """The first ``evaluation_per_task`` prompts of every task, task by task."""
-    prompts, count = load_prompts(plan.data.prompts, plan.data.tasks), plan.data.evaluation_per_task
-    by_task = ([prompt for prompt in prompts if prompt.task == task] for task in TASKS)
-    return [prompt for rows in by_task for prompt in (rows[:count] if count else rows)]
+    return _first_of_every_task(load_prompts(plan.data.prompts, plan.data.tasks), plan.data.evaluation_per_task)
 
 
 def _encode(prompts: list[Prompt], target: Target) -> list[EncodedPrompt]:
-    return [EncodedPrompt(p.id, p.task, tuple(target.encode_chat(chat_messages(p)))) for p in prompts]
+    return [EncodedPrompt(p.id, p.task, tuple(prompt_ids(p, target))) for p in prompts]
 
 
 def training_prompt_ids(plan: Plan, target: Target) -> list[EncodedPrompt]:
@@ -77,14 +92,21 @@ def training_prompt_ids(plan: Plan, target: Target) -> list[EncodedPrompt]:
         exclude = frozenset(p.ids for p in _synthetic_evaluation(plan.data, all_kinds=True))
         kinds = plan.data.tasks or synthetic.KINDS
         return _synthetic_prompts(_TRAINING_DOCUMENTS, -(-count // len(kinds)), kinds, exclude)[:count]
+    if plan.data.prompts.startswith(OWN):
+        # More responses than prompts: every prompt is answered several times.
+        rows = open_own(plan.data.prompts, "training")
+        return [replace(rows[i % len(rows)], prompt_id=f"{rows[i % len(rows)].prompt_id}-{i // len(rows)}") for i in range(count)]
     source = "hub" if plan.data.prompts == "hub" else "bundled"
-    return _encode(training_prompts(count, plan.data.seed, plan.data.tasks or TASKS, source), target)
+    # Tasks that only one's own evaluation file knows have no training prompts here: those of all tasks serve.
+    tasks = tuple(task for task in plan.data.tasks or TASKS if task in TASKS) or TASKS
+    return _encode(training_prompts(count, plan.data.seed, tasks, source), target)
 
 
 def calibration_ids(plan: Plan) -> set[str]:
     """Prompt ids that only choose Z_T; all others are held out for reporting."""
-    if plan.data.prompts == "synthetic":
-        rows = [Prompt(prompt.prompt_id, prompt.task, ()) for prompt in _synthetic_evaluation(plan.data)]
+    if plan.data.prompts == "synthetic" or plan.data.prompts.startswith(OWN):
+        encoded = _own_evaluation(plan.data) if plan.data.prompts.startswith(OWN) else _synthetic_evaluation(plan.data)
+        rows = [Prompt(prompt.prompt_id, prompt.task, ()) for prompt in encoded]
     else:
         rows = _evaluation_texts(plan)
 
@@ -98,9 +120,14 @@ def prompt_spec(data: DataConfig, training: bool) -> dict:
     A prompt file counts by its content, so editing it makes new trajectories.
     """
     spec = {"prompts": data.prompts, "tasks": data.tasks, "seed": data.seed, "batch_size": data.batch_size}
-    if data.prompts not in ("synthetic", "hub"):
+    if data.prompts.startswith(OWN):
+        # Evaluation prompts do not determine what is trained on, nor the other way round.
+        spec["prompts"] = OWN
+        spec["file"] = sha256_file(own_file(data.prompts, "training" if training else "evaluation"))
+    elif data.prompts not in ("synthetic", "hub"):
         path = EVALUATION_FILE if data.prompts == "bundled" else Path(data.prompts)
-        spec["file"] = sha256_file(path)
+        # A data set's column counts by its texts.
+        spec["file"] = sha256_file(path) if path.is_file() else digest([p.turns for p in load_prompts(data.prompts)])
     if training:
         spec |= {"training_prompts": data.training_prompts, "tokens": data.training_tokens}
         # Synthetic training prompts avoid the evaluation prompts.

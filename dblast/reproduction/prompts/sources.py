@@ -1,4 +1,4 @@
-"""Prompts: the bundled evaluation set, the paper's sets on the hub, JSONL files.
+"""Prompts: the bundled evaluation set, the paper's sets on the hub, JSONL files, columns of data sets.
 
 Training prompts are made by a seeded generator with the same four tasks and
 styles (``dblast.reproduction.prompts.templates``), or read from the Tulu 3 SFT mixture.
@@ -11,7 +11,7 @@ import json
 import random
 import urllib.request
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,17 @@ class PromptError(DBlastError):
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: a unique id, its task (one of ``TASKS``) and its user turns, first one first."""
+    """One prompt: a unique id, its task and its user turns, first one first.
+
+    ``raw``: the one turn is text to be continued as it stands, without a chat template.
+    ``where``: file and line it was read from, for messages.
+    """
 
     id: str
     task: str
     turns: tuple[str, ...]
+    raw: bool = False
+    where: str = field(default="", compare=False, repr=False)
 
 
 def normalised(text: str) -> str:
@@ -74,20 +80,27 @@ def load_prompts(source: str | Path = "bundled", tasks: Iterable[str] | None = N
 
     Args:
         source: ``"bundled"``, the project's own set; ``"hub"``, the paper's sets
-            (GSM8K test, MT-Bench, HumanEval, EQ-Bench creative writing v3); or the
-            path of a JSONL file of ``{"task": ..., "turns": [...]}``, with an
-            optional ``"id"``.
-        tasks: names out of ``TASKS``.
+            (GSM8K test, MT-Bench, HumanEval, EQ-Bench creative writing v3); or prompts
+            of one's own: a JSONL file (:func:`read_prompts`) or a column of a data set
+            (:func:`dblast.reproduction.prompts.own.read_column`).
+        tasks: names out of ``TASKS``; for prompts of one's own, those that they carry.
 
     Raises:
         PromptError: an unknown task, no tasks or no prompts; a missing or empty file; an
             unreadable line (named as ``file:line number``); two prompts with one
             id; the hub cannot be reached.
     """
-    wanted = _checked_tasks(tasks)
-    if source == "hub":
-        return [prompt for task in wanted for prompt in _HUB_LOADERS[task]()]
-    prompts = _bundled() if source == "bundled" else read_prompts(Path(source))
+    if source in ("bundled", "hub"):
+        wanted = _checked_tasks(tasks)
+        if source == "hub":
+            return [prompt for task in wanted for prompt in _HUB_LOADERS[task]()]
+        prompts = _bundled()
+    else:
+        from dblast.reproduction.prompts.own import read_own, without_repeats
+
+        # One text under two ids could stand on both sides of a split.
+        prompts = without_repeats(read_own(str(source)))
+        wanted = _checked_tasks(tasks, tuple(dict.fromkeys(prompt.task for prompt in prompts)))
     chosen = [prompt for prompt in prompts if prompt.task in wanted]
     if not chosen:
         raise PromptError(f"{source}: no prompts for {', '.join(wanted)}; choose other tasks or another file")
@@ -105,7 +118,9 @@ def _bundled() -> list[Prompt]:
 def read_prompts(path: Path) -> list[Prompt]:
     """Return the prompts of a JSONL file in file order; blank lines are skipped.
 
-    A line without an id is given ``<task>-line<number>``.
+    A line is ``{"turns": ["..."]}``, user turns for the target's chat template, or
+    ``{"prompt": "..."}``, text to be continued as it stands. Both may carry a ``"task"`` of
+    any name (otherwise "chat" and "text") and an ``"id"`` (otherwise ``<task>-line<number>``).
 
     Raises:
         PromptError: as for ``load_prompts`` with a path.
@@ -118,7 +133,7 @@ def read_prompts(path: Path) -> list[Prompt]:
         if not line.strip():
             continue
         try:
-            prompt = _parse_line(line, number)
+            prompt = _parse_line(line, number, f"{path}:{number}")
         except PromptError as error:
             raise PromptError(f"{path}:{number}: {error}") from None
         if prompt.id in first_line:
@@ -207,17 +222,17 @@ def split_prompts(
     return calibration, held_out
 
 
-def _checked_tasks(tasks: Iterable[str] | None) -> tuple[str, ...]:
-    wanted = TASKS if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
+def _checked_tasks(tasks: Iterable[str] | None, known: tuple[str, ...] = TASKS) -> tuple[str, ...]:
+    wanted = known if tasks is None else (tasks,) if isinstance(tasks, str) else tuple(dict.fromkeys(tasks))
     if not wanted:
-        raise PromptError(f"no tasks were given; choose among {', '.join(TASKS)}")
+        raise PromptError(f"no tasks were given; choose among {', '.join(known)}")
     for task in wanted:
-        if task not in TASKS:
-            raise PromptError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
+        if task not in known:
+            raise PromptError(f"unknown task {task!r}; the tasks are {', '.join(known)}")
     return wanted
 
 
-def _parse_line(line: bytes, number: int) -> Prompt:
+def _parse_line(line: bytes, number: int, where: str) -> Prompt:
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError:
@@ -225,18 +240,24 @@ def _parse_line(line: bytes, number: int) -> Prompt:
     except json.JSONDecodeError as error:
         raise PromptError(f"not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(record, dict):
-        raise PromptError('not an object such as {"task": ..., "turns": [...]}')
-    task, turns = record.get("task"), record.get("turns")
-    if task not in TASKS:
-        raise PromptError(f"unknown task {task!r}; the tasks are {', '.join(TASKS)}")
+        raise PromptError('not an object such as {"task": ..., "turns": [...]} or {"prompt": "..."}')
+    raw = "prompt" in record
+    if raw == ("turns" in record):
+        raise PromptError("give either 'turns' (a list of user turns) or 'prompt' (text to be continued)")
+    if raw and not isinstance(record["prompt"], str):
+        raise PromptError("'prompt' must be a string")
+    turns = [record["prompt"]] if raw else record["turns"]
     if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
         raise PromptError("'turns' must be a list of strings")
     if not turns or not all(turn.strip() for turn in turns):
-        raise PromptError("'turns' is empty or holds an empty string")
+        raise PromptError(f"'{'prompt' if raw else 'turns'}' is empty or holds an empty string")
+    task = record.get("task", "text" if raw else "chat")
+    if not isinstance(task, str) or not task.strip():
+        raise PromptError("'task' must be a string that is not empty")
     identifier = record.get("id", f"{task}-line{number}")
     if not isinstance(identifier, str) or not identifier:
         raise PromptError("'id' must be a string that is not empty")
-    return Prompt(identifier, task, tuple(turns))
+    return Prompt(identifier, task, tuple(turns), raw, where)
 
 
 def _generated(task: str, seed: int, excluded: set[str]) -> Iterator[Prompt]:
