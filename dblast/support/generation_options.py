@@ -17,9 +17,9 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from dblast.checks import token_ids
 from dblast.errors import DBlastError
 from dblast.sampling import SamplingSettings
+from dblast.support.checks import token_ids
 
 #: Options that are honoured, or that say nothing about the tokens (the last line).
 READ = {
