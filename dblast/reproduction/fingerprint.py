@@ -21,7 +21,7 @@ PACKAGE = "dblast"
 IGNORED = tuple(
     f"{PACKAGE}.{name}"
     for name in (
-        "errors", "show", "support.checks", "support.progress",
+        "errors", "show", "support.checks", "support.files", "support.progress", "reproduction.identity",
         "reproduction.plans", "reproduction.profiles", "reproduction.progress", "reproduction.stages",
     )
 )  # fmt: skip
