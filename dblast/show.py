@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 
-#: Kind of token: (HTML background, ANSI code, what it is).
+#: Kind of token: (HTML background, ANSI code, marks around it where there are no colours, what it is).
 KINDS = {
-    "accepted": ("#cdeed6", "32", "accepted draft token"),
-    "replacement": ("#fbd0c9", "31;1", "replacement after a rejection"),
-    "bonus": ("#cfe0fc", "34;1", "bonus token: the target's own, nothing was rejected"),
+    "accepted": ("#cdeed6", "32", ("", ""), "accepted draft token"),
+    "replacement": ("#fbd0c9", "31;1", ("[", "]"), "replacement after a rejection"),
+    "bonus": ("#cfe0fc", "34;1", ("{", "}"), "bonus token: the target's own, nothing was rejected"),
 }
 
 
@@ -35,7 +35,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockView:
-    """Shown as HTML by a notebook, as ANSI colours by :meth:`ansi`, as bare text by ``str``."""
+    """Shown as HTML by a notebook, as :meth:`text` on a terminal, in a pipe or a file, as bare text by ``str``."""
 
     pieces: tuple[Piece, ...]
     accepted_length: float
@@ -55,22 +55,42 @@ class BlockView:
     def ansi(self) -> str:
         """The text in terminal colours, then a legend."""
         text = "".join(f"\x1b[{KINDS[piece.kind][1]}m{piece.text}\x1b[0m" for piece in self.pieces if piece.text)
-        legend = "  ".join(f"\x1b[{code}m{name}\x1b[0m" for name, (_, code, _) in KINDS.items())
+        legend = "  ".join(f"\x1b[{code}m{name}\x1b[0m" for name, (_, code, *_) in KINDS.items())
         return f"{text}\n\n{legend}"
+
+    def marked(self) -> str:
+        """The text with the target's own tokens between marks, then a legend: needs no colours.
+
+        Space around a token stays outside its marks, so that words and lines stand as in the bare text.
+        """
+        parts = []
+        for piece in self.pieces:
+            word = piece.text.strip()
+            before, after = piece.text.split(word, 1) if word else ("", piece.text)
+            left, right = KINDS[piece.kind][2]
+            # A token of white space alone keeps its marks where they would enclose nothing else.
+            parts.append(f"{before}{left}{word}{right}{after}" if piece.text else "")
+        legend = "  ".join(f"{left}{name}{right}" for name, (_, _, (left, right), _) in KINDS.items())
+        return f"{''.join(parts)}\n\n{legend}"
+
+    def text(self, stream: TextIO | None = None) -> str:
+        """:meth:`ansi` for a terminal (default: stdout), unless ``NO_COLOR`` is set; :meth:`marked` for anything else."""
+        stream = sys.stdout if stream is None else stream
+        return self.ansi() if stream.isatty() and not os.environ.get("NO_COLOR") else self.marked()
 
     def _repr_html_(self) -> str:
         spans = []
         for number, piece in enumerate(self.pieces):
             first = number == 0 or self.pieces[number - 1].step != piece.step
             edge = "border-left:2px solid #555;" if first else ""
-            background, _, meaning = KINDS[piece.kind]
+            background, *_, meaning = KINDS[piece.kind]
             spans.append(
                 f'<span title="pass {piece.step + 1}: {meaning}" style="background:{background};{edge}">'
                 f"{html.escape(piece.text)}</span>"
             )
         legend = " ".join(
             f'<span style="background:{background};padding:0 4px">{meaning}</span>'
-            for background, _, meaning in KINDS.values()
+            for background, *_, meaning in KINDS.values()
         )
         return (
             '<div style="color:#111;background:#fff;padding:6px">'

@@ -271,7 +271,7 @@ def generate(
         seed=seed,
         chat_options=options,
     )
-    typer.echo(view.ansi())
+    typer.echo(view.text())
     typer.secho(f"{view.summary}, {timing}", fg=typer.colors.GREEN)
 
 

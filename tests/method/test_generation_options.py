@@ -129,9 +129,10 @@ def test_the_callers_logits_processors_are_refused(call, processors, do_sample):
     one_line(error, type(processors[0]).__name__)
 
 
-@pytest.mark.parametrize(
-    "criterion", [Never(), MaxLengthCriteria(5), EosTokenCriteria(7), EosTokenCriteria([2, 7])], ids=lambda c: type(c).__name__
-)
+CRITERIA = [Never(), MaxLengthCriteria(5), EosTokenCriteria(7), EosTokenCriteria([2, 7])]
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda criterion: type(criterion).__name__)
 def test_the_callers_stopping_criteria_are_refused(call, criterion):
     """Also those that transformers would put in the place of its own."""
     with pytest.raises(DBlastError) as error:
