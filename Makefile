@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 BROWSER_READY := $(VENV)/.browser-ready
+# Idle threads sleep instead of spinning: beside another process, spinning ones make torch twenty times slower.
+export OMP_WAIT_POLICY ?= passive
 
 .PHONY: help setup fetch reproduce test test-machines lab notebooks benchmark check-results report browser-check clean
 

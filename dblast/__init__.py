@@ -15,8 +15,9 @@ _HOME = {
     "errors": ("ArtefactError", "DBlastError"),
     "replay": ("expected_passes", "score"),
     "sampling": ("SETTINGS", "SamplingSettings"),
-    "show": ("show_blocks",),
+    "show": ("show_blocks", "show_tree"),
     "targets": ("Target", "load_target"),
+    "trees": ("Tree", "draft_tree", "walk"),
     "training": ("TrainingConfig", "train"),
     "trajectories": ("TrajectorySet", "sample_trajectories"),
 }

@@ -12,15 +12,20 @@ H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
+from dblast.checks import check_finite
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
-from dblast.targets import attention_mask, last_position, tap_features
+from dblast.targets import attention_mask, check_supported, last_position, tap_features
+
+if TYPE_CHECKING:
+    from dblast.trees import Tree
 
 
 class RowLayer(CacheLayerMixin):
@@ -62,6 +67,12 @@ class RowLayer(CacheLayerMixin):
     def read(self, width: int) -> tuple[Tensor, Tensor]:
         return self.keys[:, :, :width], self.values[:, :, :width]
 
+    def move(self, source: Tensor, columns: Tensor) -> None:
+        """Copy columns ``source`` (N, L) of every sequence to ``columns`` (N, L)."""
+        rows = torch.arange(len(source), device=source.device).unsqueeze(1)
+        for buffer in (self.keys, self.values):
+            buffer[rows, :, columns] = buffer[rows, :, source]
+
     def keep(self, rows: Tensor) -> None:
         """Forget all sequences but these."""
         self.keys, self.values = self.keys[rows], self.values[rows]
@@ -101,19 +112,53 @@ class RowCache(Cache):
         start = torch.tensor(self.starts, device=device)
         return start.unsqueeze(1) + torch.arange(length, device=device)
 
+    def clear(self) -> None:
+        """Zeros in all columns: whatever an earlier run left there, NaN above all, would outlive a weight of zero."""
+        for layer in self.layers:
+            if layer.is_initialized:
+                layer.keys.zero_()
+                layer.values.zero_()
+
     def keep(self, rows: list[int]) -> None:
         for layer in self.layers:
             if layer.is_initialized:
                 layer.keep(torch.tensor(rows, device=layer.keys.device))
 
 
+def _check_attention(model: PreTrainedModel) -> None:
+    """Refuse a target that plain decoding and this cache would not read alike.
+
+    Raises:
+        DBlastError: see above.
+    """
+    config = model.config
+    check_supported(config)
+    # Mistral has one window for all its layers, whatever a list of layers says.
+    if config.model_type == "mistral" and getattr(config, "sliding_window", None):
+        raise DBlastError(
+            f"this target's layers see {config.sliding_window} tokens at most; if no text will be longer, "
+            "load it with sliding_window=None"
+        )
+    if config._attn_implementation not in ("sdpa", "eager"):
+        raise DBlastError(
+            f"attention {config._attn_implementation!r} takes no mask per sequence; "
+            "load the target with attn_implementation='sdpa'"
+        )
+    if model.training and getattr(config, "attention_dropout", 0):
+        raise DBlastError("the target is in training mode, with dropout; call model.eval() first")
+
+
 def _fits(model: PreTrainedModel, drafter: DBlastDrafter) -> None:
     """Refuse a pair of models that cannot decode together.
 
     Raises:
-        DBlastError: sizes, device or dtype do not fit, the drafter is not attached,
-            or the target has an attention that this cache does not serve.
+        DBlastError: sizes, device or dtype do not fit, the drafter is not attached or lacks its draft
+            vocabulary, or the target has an attention that this cache does not serve.
     """
+    for name, given, kind in (("target", model, PreTrainedModel), ("drafter", drafter, DBlastDrafter)):
+        if not isinstance(given, kind):
+            raise DBlastError(f"the {name} must be a {kind.__name__}, got {type(given).__name__}")
+    _check_attention(model)
     ours, theirs = drafter.config, model.config
     if (ours.hidden_size, ours.vocab_size, ours.num_target_layers) != (
         theirs.hidden_size,
@@ -124,13 +169,8 @@ def _fits(model: PreTrainedModel, drafter: DBlastDrafter) -> None:
     if drafter.device != model.device:
         raise DBlastError(f"the drafter is on {drafter.device}, the target on {model.device}; move one of them")
     drafter._table("embedding")
-    if set(getattr(theirs, "layer_types", None) or ()) - {"full_attention"}:
-        raise DBlastError("targets with sliding-window or linear attention layers are not supported")
-    if theirs._attn_implementation not in ("sdpa", "eager"):
-        raise DBlastError(
-            f"attention {theirs._attn_implementation!r} takes no mask per sequence; "
-            "load the target with attn_implementation='sdpa'"
-        )
+    if not drafter.draft_vocabulary_is_set:
+        raise DBlastError("the draft vocabulary is not set; call drafter.set_draft_vocabulary(token_ids) and attach()")
 
 
 class BlockDecoder:
@@ -138,7 +178,7 @@ class BlockDecoder:
 
     The last committed token of a sequence, its *anchor*, has not been through the
     target yet; both caches hold the positions before it. A step is
-    :meth:`draft`, :meth:`score`, then :meth:`commit`. :meth:`start` begins anew
+    :meth:`draft`, :meth:`score` or :meth:`score_tree`, then :meth:`commit`. :meth:`start` begins anew
     and may be called again with other prompts.
 
     Args:
@@ -177,6 +217,7 @@ class BlockDecoder:
         self.anchor = torch.stack([prompt[-1] for prompt in prompts]).to(self.device)
         width = max(self.lengths) - 1
         for cache in (self.target_cache, self.draft_cache):
+            cache.clear()
             cache.starts = [0] * len(prompts)
             cache.capacity = width + reserve + self.drafter.config.block_size
         # Columns past a sequence's own end hold padding that nothing attends to before it is overwritten.
@@ -191,12 +232,27 @@ class BlockDecoder:
         _, features = self._pass(ids, last_logits_only=True)
         self._write_context(features)
 
-    def _pass(self, ids: Tensor, last_logits_only: bool = False) -> tuple[Tensor, Tensor]:
-        """One target pass over (N, L) tokens at the cache's start positions: logits and tapped states (N, L, m * H)."""
+    def _pass(
+        self, ids: Tensor, last_logits_only: bool = False, tree: Tree | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One target pass over (N, L) tokens at the cache's start positions: logits and tapped states (N, L, m * H).
+
+        With ``tree`` the tokens are an anchor and the nodes of its tree: a node sees itself, its ancestors and what
+        stood before, and its position is the anchor's plus its depth, while its column is its place in the tree.
+        """
         cache = self.target_cache
         positions = cache.columns(ids.shape[1], self.device)
         width = max(cache.starts) + ids.shape[1]
-        mask = torch.arange(width, device=self.device) <= positions.unsqueeze(-1)
+        every = torch.arange(width, device=self.device)
+        if tree is None:
+            mask = every <= positions.unsqueeze(-1)
+        else:
+            start = positions[:, :1]
+            place = (every - start).unsqueeze(1)  # 0 the anchor, n + 1 node n
+            among = torch.nn.functional.pad(tree.ancestors, (1, 0, 1, 0))
+            nodes = place.clamp(0, ids.shape[1] - 1).expand(-1, ids.shape[1], -1)
+            mask = (place <= 0) | (among.gather(2, nodes) & (place < ids.shape[1]))
+            positions = torch.cat([start, start + tree.depth], dim=1)
         mask = attention_mask(self.model, mask.unsqueeze(1))
         if self.context_limit:
             # Only slots that a shorter budget discards can lie beyond it.
@@ -213,7 +269,12 @@ class BlockDecoder:
         return out.logits, tap_features(out.hidden_states, self.drafter.config.target_layer_ids)
 
     def _write_context(self, features: Tensor) -> None:
-        """Project (N, L, m * H) tapped states and append them to the drafter's context."""
+        """Project (N, L, m * H) tapped states and append them to the drafter's context.
+
+        Raises:
+            DBlastError: NaN or infinity in them.
+        """
+        check_finite(features, "the target's hidden states")
         positions = self.draft_cache.columns(features.shape[1], self.device)
         for layer, pair in zip(self.draft_cache.layers, self.drafter.context_cache(features, positions), strict=True):
             layer.update(*pair)
@@ -249,18 +310,48 @@ class BlockDecoder:
         return logits
 
     @torch.no_grad()
-    def commit(self, accepted: Sequence[int], token: Tensor) -> None:
-        """Keep the anchor and the accepted drafts of the last :meth:`score`, roll the rest back on both sides.
+    def score_tree(self, tree: Tree) -> Tensor:
+        """The target pass of a step that drafts trees.
+
+        Args:
+            tree: N trees of M nodes.
+
+        Returns:
+            (N, M + 1, V) logits: after the anchor, then after every node.
+        """
+        self.target_cache.starts = [length - 1 for length in self.lengths]
+        logits, self._features = self._pass(torch.cat([self.anchor.unsqueeze(1), tree.tokens], dim=1), tree=tree)
+        return logits
+
+    @torch.no_grad()
+    def commit(self, accepted: Sequence[int], token: Tensor, path: Tensor | None = None) -> None:
+        """Keep the anchor and the accepted drafts of the last pass, roll the rest back on both sides.
 
         Args:
             accepted: N numbers of accepted draft tokens.
             token: (N,) the token that follows them, the next anchor.
+            path: after :meth:`score_tree`, (N, d) nodes that were accepted, anything after the last.
         """
+        if path is not None:
+            self._straighten(path[:, : max(accepted)].clamp(min=0) + 1)
         self.draft_cache.starts = [length - 1 for length in self.lengths]
         self._write_context(self._features[:, : max(accepted) + 1])
         self.lengths = [length + count + 1 for length, count in zip(self.lengths, accepted, strict=True)]
         self.anchor = token
         self._features = None
+
+    def _straighten(self, places: Tensor) -> None:
+        """Bring keys, values and tapped states at (N, L) places after the anchor to 1..L, where accepted drafts stand.
+
+        Keys carry the position of their depth already. What a shorter path moves too far lies beyond its length.
+        """
+        columns = self.target_cache.columns(places.shape[1] + 1, self.device)
+        source = columns[:, :1] + places
+        if not torch.equal(source, columns[:, 1:]):
+            for layer in self.target_cache.layers:
+                layer.move(source, columns[:, 1:])
+        order = torch.nn.functional.pad(places, (1, 0)).unsqueeze(2)
+        self._features = self._features.gather(1, order.expand(-1, -1, self._features.shape[2]))
 
     def keep(self, rows: list[int]) -> None:
         """Go on with these sequences only, between :meth:`commit` and :meth:`draft`."""

@@ -7,25 +7,24 @@ The output is distributed as plain sampling from the target, whatever the drafte
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.utils import ModelOutput
 
 from dblast.cache import BlockDecoder
-from dblast.drafter import DBlastDrafter, log_category_prior
+from dblast.checks import check_finite, check_whole, prompt_tensors, token_ids
+from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.sampling import SamplingSettings
+from dblast.generation_options import read_options
+from dblast.sampling import LARGEST, SamplingSettings
 from dblast.targets import Target
-from dblast.verifier import BlockOutcome, Proposal, check_mode, propose, verify_block
+from dblast.trees import TREE_NODES, Tree, TreeOutcome, draft_tree, walk
+from dblast.verifier import BlockOutcome, Proposal, check_drafting, check_output, nothing_drafted, propose, verify_block
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,12 @@ class Step:
 
     Attributes:
         position: position of the first token the pass emitted, counted from the start of the prompt.
-        category: drawn category z; -1 if nothing was drafted.
-        drafted: draft tokens that the budget left room for, at most b.
+        category: drawn category z; -1 if nothing was drafted, or a tree.
+        drafted: draft tokens that the budget left room for: at most b, or the nodes of a tree.
         accepted: accepted draft tokens, without the pass's own token: always ``emitted - 1``.
         emitted: tokens added to the sequence.
         ending: what the last emitted token is: ``"replacement"`` (after a rejection), ``"bonus"``
-            (after a fully accepted block) or ``"accepted"`` (an accepted draft token that ended
+            (after a fully accepted block, at a leaf of a tree) or ``"accepted"`` (an accepted draft token that ended
             the sequence; it counts as the pass's own).
     """
 
@@ -82,29 +81,11 @@ class Generated:
         return accepted / self.passes if self.passes else float("nan")
 
 
-def _prompt_tensors(prompts: Sequence, vocab_size: int) -> list[Tensor]:
-    """Prompts as 1-d int64 tensors on the CPU.
-
-    Raises:
-        DBlastError: no prompts, an empty one, or an id outside the vocabulary.
-    """
-    if len(prompts) == 0:
-        raise DBlastError("no prompts given; give a list of token id sequences")
-    if isinstance(prompts, Tensor) and prompts.ndim == 1 or isinstance(prompts[0], int):
-        raise DBlastError("prompts must be a list of token id sequences; for one prompt write [ids]")
-    tensors = [torch.as_tensor(prompt, dtype=torch.long).cpu() for prompt in prompts]
-    for number, prompt in enumerate(tensors):
-        if prompt.ndim != 1 or not len(prompt):
-            raise DBlastError(f"prompt {number} has no tokens; give at least one token id")
-        if prompt.min() < 0 or prompt.max() >= vocab_size:
-            raise DBlastError(f"prompt {number} has a token id outside the target's vocabulary of {vocab_size}")
-    return tensors
-
-
 def target_support(logits: Tensor, settings: SamplingSettings | None) -> tuple[Tensor, Tensor]:
     """p as (tokens, probabilities), both (..., W), float32; without settings all mass on the largest logit."""
     if settings is None:
-        best = logits.argmax(-1, keepdim=True)
+        largest, best = logits.max(-1, keepdim=True)
+        check_finite(largest, LARGEST)
         return best, torch.ones_like(best, dtype=torch.float32)
     tokens, log_p = settings.support(logits)
     return tokens, log_p.exp()
@@ -120,8 +101,9 @@ def generate(
     max_new_tokens: int = 128,
     do_sample: bool = True,
     mode: str = "greedy_branch",
+    nodes: int = TREE_NODES,
     category_temperature: float = 1.0,
-    eos_token_ids: Sequence[int] | None = None,
+    eos_token_ids: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
     decoder: BlockDecoder | None = None,
@@ -135,28 +117,38 @@ def generate(
         settings: sampling settings of the target (default: temperature 1, no filters).
         max_new_tokens: budget of every prompt.
         do_sample: False decodes greedily; ``settings`` then have no effect.
-        mode: ``"greedy_branch"``, ``"soft"`` or, for K = 1, ``"independent"``.
+        mode: ``"greedy_branch"``, ``"soft"``, ``"tree"`` (the heaviest prefixes of all branches,
+            :mod:`dblast.trees`) or, for K = 1, ``"independent"``.
+        nodes: size of the trees; without effect in other modes.
         category_temperature: Z_T >= 0.
-        eos_token_ids: any of these ends a sequence (default: the target's own; ``()`` for none).
+        eos_token_ids: any of these ends a sequence: one id, or several in a sequence or tensor
+            (default: the target's own; ``()`` for none).
         generator: on the target's device; without it the global random state is used.
         streamer: a Hugging Face streamer; receives the prompt, then the tokens of one pass at a
             time. One prompt only.
         decoder: reuse the buffers of an earlier call with the same two models.
 
     Raises:
-        DBlastError: models or arguments that cannot work, an empty prompt, or a prompt and
-            budget that pass the target's context limit.
+        DBlastError: models or arguments that cannot work, prompts that are no token ids, a prompt
+            and budget that pass the target's context limit, or a model whose pass holds NaN or
+            infinity (a ``decoder`` can be used again after any of these).
     """
     model = target.model if isinstance(target, Target) else target
-    decoder = decoder or BlockDecoder(model, drafter)
-    if decoder.model is not model or decoder.drafter is not drafter:
+    decoder = BlockDecoder(model, drafter) if decoder is None else decoder
+    if not isinstance(decoder, BlockDecoder) or decoder.model is not model or decoder.drafter is not drafter:
         raise DBlastError("the decoder belongs to other models; make a BlockDecoder for these two")
-    check_mode(mode, drafter.config.num_categories)
-    log_category_prior(torch.zeros(1), category_temperature)
+    drafting = {"mode": mode, "category_temperature": category_temperature}
+    check_drafting(drafter, **drafting)
+    check_whole("the nodes of a draft tree", nodes, 1)
+    check_whole("max_new_tokens", max_new_tokens, 1)
+    _check_generator(generator, decoder.device)
+    if settings is not None and not isinstance(settings, SamplingSettings):
+        raise DBlastError(f"settings must be SamplingSettings, got {settings!r:.60}; see dblast.sampling.get_setting")
     settings = (settings or SamplingSettings()) if do_sample else None
-    prompts = _prompt_tensors(prompts, model.config.vocab_size)
-    if max_new_tokens < 1:
-        raise DBlastError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    prompts = prompt_tensors(prompts, model.config.vocab_size)
+    if eos_token_ids is None:
+        eos_token_ids = target.eos_token_ids if isinstance(target, Target) else model.generation_config.eos_token_id
+    eos = frozenset(token_ids(eos_token_ids, model.config.vocab_size))
     longest, limit = max(len(prompt) for prompt in prompts), decoder.context_limit
     if limit and longest + max_new_tokens > limit:
         raise DBlastError(
@@ -165,35 +157,44 @@ def generate(
         )
     if streamer is not None and len(prompts) > 1:
         raise DBlastError(f"a streamer takes one prompt, got {len(prompts)}; call generate once per prompt")
-    eos = frozenset(_target_eos(target) if eos_token_ids is None else eos_token_ids)
     if streamer is not None:
         streamer.put(prompts[0])
 
     new: list[list[int]] = [[] for _ in prompts]
     steps: list[list[Step]] = [[] for _ in prompts]
     active = list(range(len(prompts)))
-    decoder.start(prompts, reserve=max_new_tokens)
+    decoder.start(prompts, reserve=max_new_tokens + (nodes if mode == "tree" else 0))
     while active:
         left = [max_new_tokens - len(new[row]) for row in active]
         # The pass's own token needs room, so a block never drafts past the longest budget.
         length = min(drafter.config.block_length, max(left) - 1)
-        proposal, outcome = _step(decoder, settings, length, mode, category_temperature, generator)
+        if mode == "tree" and length:
+            tree, outcome = _tree_step(decoder, settings, nodes, category_temperature, generator)
+            drafted, categories, path = outcome.drafted, [-1] * len(active), outcome.path
+            unrefused = outcome.leaf.tolist()
+            inside = tree.depth < torch.tensor(left, device=tree.depth.device).unsqueeze(1)
+            room = (tree.valid & inside).sum(1).tolist()
+        else:
+            proposal, outcome = step(decoder, length, settings, generator, **drafting)
+            drafted, categories, path = proposal.drafted, proposal.category.tolist(), None
+            unrefused = (outcome.accepted == length).tolist()
+            room = [min(length, budget - 1) for budget in left]
         accepted = outcome.accepted.tolist()
-        block = torch.cat([proposal.drafted, outcome.token.unsqueeze(1)], dim=1).tolist()
-        for i, (row, category) in enumerate(zip(active, proposal.category.tolist(), strict=True)):
+        block = torch.cat([drafted, outcome.token.unsqueeze(1)], dim=1).tolist()
+        for i, (row, category) in enumerate(zip(active, categories, strict=True)):
             tokens = [*block[i][: accepted[i]], block[i][-1]][: left[i]]
             end = next((j + 1 for j, token in enumerate(tokens) if token in eos), len(tokens))
             whole = end == accepted[i] + 1
-            ending = "accepted" if not whole else "bonus" if accepted[i] == length else "replacement"
+            ending = "accepted" if not whole else "bonus" if unrefused[i] else "replacement"
             position = len(prompts[row]) + len(new[row])
-            steps[row].append(Step(position, category, min(length, left[i] - 1), end - 1, end, ending))
+            steps[row].append(Step(position, category, room[i], end - 1, end, ending))
             new[row] += tokens[:end]
             if streamer is not None:
                 streamer.put(torch.tensor(tokens[:end]))
         going = [i for i, row in enumerate(active) if len(new[row]) < max_new_tokens and new[row][-1] not in eos]
         active = [active[i] for i in going]
         if active:
-            decoder.commit(accepted, outcome.token)
+            decoder.commit(accepted, outcome.token, path)
             if len(going) < len(accepted):
                 decoder.keep(going)
     if streamer is not None:
@@ -201,45 +202,49 @@ def generate(
     return Generated(prompts, [torch.tensor(row) for row in new], steps)
 
 
-def _step(
+def step(
+    decoder: BlockDecoder,
+    length: int,
+    settings: SamplingSettings | None,
+    generator: torch.Generator | None,
+    **drafting: Any,
+) -> tuple[Proposal, BlockOutcome]:
+    """One pass of Algorithm 1 over every sequence: draft ``length`` tokens, score them with the target, verify.
+
+    ``drafting`` are the arguments of :func:`dblast.verifier.propose`. With no room for a draft this is a plain
+    decoding step.
+    """
+    if length:
+        proposal = propose(decoder.drafter, decoder.draft(), length, generator=generator, **drafting)
+    else:
+        proposal = nothing_drafted(decoder.anchor)
+    tokens, p = target_support(decoder.score(proposal.drafted), settings)
+    return proposal, verify_block(proposal, tokens, p, generator=generator)
+
+
+def _tree_step(
     decoder: BlockDecoder,
     settings: SamplingSettings | None,
-    length: int,
-    mode: str,
+    nodes: int,
     category_temperature: float,
     generator: torch.Generator | None,
-) -> tuple[Proposal, BlockOutcome]:
-    """Draft ``length`` tokens of every sequence, score them in one target pass and verify."""
-    if length == 0:
-        anchor = decoder.anchor
-        nothing = torch.empty(len(anchor), 0, device=anchor.device)
-        tokens, p = target_support(decoder.score(nothing.long()), settings)
-        drawn = torch.multinomial(p[:, 0], 1, generator=generator)
-        token = tokens[:, 0].gather(-1, drawn).squeeze(-1)
-        outcome = BlockOutcome(torch.zeros_like(anchor), token, nothing)
-        return Proposal(nothing.long(), torch.full_like(anchor, -1), nothing, lambda slot, some: some * 0.0), outcome
-    proposal = propose(
-        decoder.drafter,
-        decoder.draft(),
-        length,
-        mode=mode,
-        category_temperature=category_temperature,
-        generator=generator,
-    )
-    tokens, p = target_support(decoder.score(proposal.drafted), settings)
-    return proposal, verify_block(
-        proposal.drafted, proposal.q_drafted, proposal.q_at, tokens, p, generator=generator
-    )
+) -> tuple[Tree, TreeOutcome]:
+    """Draft a tree for every sequence, score its nodes in one target pass and walk.
+
+    The tree is that of a whole block even where the budget ends sooner: what it accepts depends on the text alone.
+    """
+    output = decoder.draft()
+    check_output(output)
+    tree = draft_tree(decoder.drafter, output, nodes, category_temperature=category_temperature)
+    tokens, p = target_support(decoder.score_tree(tree), settings)
+    return tree, walk(tree, tokens, p, generator=generator)
 
 
-def _target_eos(target: Target | PreTrainedModel) -> Sequence[int]:
-    if isinstance(target, Target):
-        return target.eos_token_ids
-    return _id_list(target.generation_config.eos_token_id)
-
-
-def _id_list(ids: int | Sequence[int] | None) -> list[int]:
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+def _check_generator(generator: torch.Generator | None, device: torch.device) -> None:
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise DBlastError(f"generator must be a torch.Generator, got {type(generator).__name__}")
+    if generator is not None and generator.device.type != device.type:
+        raise DBlastError(f"the generator is on {generator.device}, the target on {device}; make one there")
 
 
 # -- through target.generate --------------------------------------------------------------------
@@ -260,30 +265,6 @@ class SpeculativeOutput(ModelOutput):
     accepted_length: float | None = None
 
 
-def _callers_streamer(frame: FrameType | None) -> Any:
-    """The ``streamer`` argument of the ``target.generate`` call above.
-
-    transformers (seen in 5.24) hands it to its own decoding methods but not to a callable.
-    """
-    inside = frame is not None and frame.f_globals.get("__name__", "").startswith("transformers.generation")
-    return frame.f_locals.get("streamer") if inside else None
-
-
-class _PromptAlreadyPut:
-    """A streamer that has seen the prompt: passes everything on but the first value."""
-
-    def __init__(self, streamer: Any):
-        self.streamer, self.first = streamer, True
-
-    def put(self, value: Tensor) -> None:
-        if not self.first:
-            self.streamer.put(value)
-        self.first = False
-
-    def end(self) -> None:
-        self.streamer.end()
-
-
 def custom_generate(
     model: PreTrainedModel,
     input_ids: Tensor,
@@ -293,68 +274,40 @@ def custom_generate(
     *,
     drafter: DBlastDrafter | None = None,
     mode: str = "greedy_branch",
+    nodes: int = TREE_NODES,
     category_temperature: float = 1.0,
     generator: torch.Generator | None = None,
     streamer: Any = None,
-    synced_gpus: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | SpeculativeOutput:
     """The loop as a decoding method of Hugging Face's ``generate``.
 
     ``target.generate(ids, custom_generate=custom_generate, drafter=drafter, do_sample=True, ...)``:
-    ``drafter``, ``mode``, ``category_temperature`` and ``generator`` are passed through;
-    temperature, top-k, top-p, EOS ids and budget come from the generation config (note that
-    its default is top-k 50). Left or right padding is recognised by ``attention_mask``.
+    ``drafter``, ``mode``, ``nodes``, ``category_temperature`` and ``generator`` are passed through;
+    temperature, top-k, top-p, EOS ids, number of sequences and budget come from the generation
+    config (note that its default is top-k 50). Any other option is refused. Left or right padding
+    is recognised by ``attention_mask``.
+
+    A streamer is given to this function: ``custom_generate=functools.partial(custom_generate,
+    streamer=streamer)``. transformers shows the one of ``target.generate`` the prompt and does not
+    hand it on; nor does it hand on an assistant model, which would not change the output's law.
 
     Returns:
         (N, L) token ids as ``generate`` returns them; a :class:`SpeculativeOutput` with
         ``return_dict_in_generate=True``.
 
     Raises:
-        DBlastError: no drafter, beam search, or a logits processor, stopping criterion or
-            cache that block verification cannot honour.
+        DBlastError: no drafter, an option, logits processor, stopping criterion or cache that block
+            verification does not use, or what :func:`generate` refuses.
     """
     if drafter is None:
         raise DBlastError("custom_generate needs a drafter; pass drafter=... to target.generate")
     config = generation_config or model.generation_config
-    if (config.num_beams or 1) > 1:
-        raise DBlastError("speculative decoding does not do beam search; set num_beams=1")
-    known = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MaxLengthCriteria, EosTokenCriteria)
-    for item in (*(logits_processor or ()), *(stopping_criteria or ())):
-        if not isinstance(item, known):
-            raise DBlastError(
-                f"{type(item).__name__} is not supported by speculative decoding; "
-                "leave out what sets it (only temperature, top_k, top_p, EOS ids and the budget are used)"
-            )
-    past = model_kwargs.get("cache")
-    if past is not None and past.get_seq_length():
-        raise DBlastError("speculative decoding keeps its own caches; call generate without a filled one")
-    mask = model_kwargs.get("attention_mask")
-    prompts = list(input_ids) if mask is None else [ids[keep.bool()] for ids, keep in zip(input_ids, mask, strict=True)]
-    width = input_ids.shape[1]
-    limit = config.max_length if config.max_new_tokens is None else width + config.max_new_tokens
-    temperature, top_p = config.temperature, config.top_p
-    streamer = streamer or _callers_streamer(sys._getframe(1))
-    result = generate(
-        model,
-        drafter,
-        prompts,
-        SamplingSettings(
-            1.0 if temperature is None else temperature, config.top_k or None, 1.0 if top_p is None else top_p
-        )
-        if config.do_sample
-        else None,
-        max_new_tokens=limit - width,
-        do_sample=bool(config.do_sample),
-        mode=mode,
-        category_temperature=category_temperature,
-        eos_token_ids=_id_list(config.eos_token_id),
-        generator=generator,
-        streamer=streamer and _PromptAlreadyPut(streamer),
-    )
-    pad = config.pad_token_id
-    if pad is None:
-        pad = (_id_list(config.eos_token_id) or [0])[0]
+    vocab_size = model.config.vocab_size
+    options = read_options(config, input_ids, vocab_size, logits_processor, stopping_criteria, model_kwargs)
+    drafting = {"mode": mode, "nodes": nodes, "category_temperature": category_temperature}
+    result = generate(model, drafter, **options, **drafting, generator=generator, streamer=streamer)
+    pad = (*token_ids(config.pad_token_id, vocab_size, "pad_token_id"), *options["eos_token_ids"], 0)[0]
     new = torch.nn.utils.rnn.pad_sequence(result.tokens, batch_first=True, padding_value=pad)
     sequences = torch.cat([input_ids, new.to(input_ids.device)], dim=1)
     if not config.return_dict_in_generate:

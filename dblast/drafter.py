@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dblast.backbone import DBlastConfig, DraftLayer, RMSNorm, packed_mask, rotary
+from dblast.checks import check_finite, check_number
 from dblast.chunked import chunked_log_q, product_dtype
 from dblast.errors import ArtefactError, DBlastError
 from dblast.manifest import MANIFEST, RECORD, check_manifest, write_manifest
@@ -36,8 +37,8 @@ ContextCache = list[tuple[Tensor, Tensor]]
 PLAIN_LOGITS = 2**23
 #: Logits that :meth:`DBlastDrafter.greedy_tokens` holds at once: 16 MiB, as :mod:`dblast.chunked` explains.
 GREEDY_LOGITS = 2**22
-#: Numbers of a head in another dtype that are converted in one piece (256 MiB in float32).
-CONVERTED_HEAD = 2**26
+#: Numbers of a head in another dtype that a CPU converts at once, 32 MiB in float32; a device takes eight times that.
+CONVERTED_HEAD = 2**23
 #: The borrowed tables: embedding (V, H), head (V', H), and the place of every target token in the draft vocabulary.
 TABLES = ("target_embedding", "target_head", "draft_slot")
 
@@ -63,17 +64,14 @@ def most_likely(logits: Tensor) -> Tensor:
     """argmax over the last dimension, the first of equals. On a CPU by NumPy: its loop is five times faster."""
     if logits.device.type != "cpu":
         return logits.argmax(-1)
-    return torch.from_numpy(logits.detach().numpy().argmax(-1))
+    logits = logits.detach()
+    # as_tensor: the argmax of one row is a number, not an array. NumPy has no bfloat16.
+    return torch.as_tensor((logits.float() if logits.dtype == torch.bfloat16 else logits).numpy().argmax(-1))
 
 
 def log_category_prior(prior_logits: Tensor, category_temperature: float) -> Tensor:
-    """log softmax(l / Z_T) over the last dimension; Z_T = 0 is argmax (eq. 5).
-
-    Raises:
-        DBlastError: negative category temperature.
-    """
-    if category_temperature < 0:
-        raise DBlastError(f"category temperature must not be negative, got {category_temperature}")
+    """log softmax(l / Z_T) over the last dimension; Z_T = 0 is argmax (eq. 5); DBlastError if negative or not finite."""
+    check_number("the category temperature", category_temperature, least=0)
     logits = prior_logits.float()
     if category_temperature == 0:
         winner = F.one_hot(logits.argmax(-1), logits.shape[-1])
@@ -296,8 +294,8 @@ class DBlastDrafter(PreTrainedModel):
     def _head(self, hidden: Tensor) -> Iterator[Tensor]:
         """The head, (V', H), in the dtype of its product with ``hidden``; in pieces where a large one is converted."""
         head, dtype = self._table("head"), product_dtype(hidden, self._table("head"))
-        whole = head.dtype == dtype or head.numel() <= CONVERTED_HEAD
-        return (part.to(dtype) for part in ([head] if whole else head.split(CONVERTED_HEAD // head.shape[1])))
+        limit = head.numel() if head.dtype == dtype else CONVERTED_HEAD * (1 if head.device.type == "cpu" else 8)
+        return (part.to(dtype) for part in head.split(max(1, limit // head.shape[1])))
 
     def logits(self, branch_hidden: Tensor) -> Tensor:
         """(..., H), as (N, K, b, H), to float32 logits (..., V'), V' the draft vocabulary (or the target's)."""
@@ -333,7 +331,7 @@ class DBlastDrafter(PreTrainedModel):
         return log_q.view(index.shape).masked_fill(index < 0, float("-inf"))
 
     def greedy_tokens(self, branch_hidden: Tensor) -> Tensor:
-        """argmax_v q_i(v | y, z) as target ids: (N, K, b) (eq. 18)."""
+        """argmax_v q_i(v | y, z) as target ids: (N, K, b) (eq. 18); DBlastError where a logit is NaN or +inf."""
         flat = branch_hidden.detach().reshape(-1, branch_hidden.shape[-1])
         best = torch.zeros(len(flat), dtype=torch.long, device=flat.device)
         peak, start = torch.full(best.shape, float("-inf"), device=flat.device), 0
@@ -347,6 +345,7 @@ class DBlastDrafter(PreTrainedModel):
                 best_part.copy_(torch.where(value > peak_part, winner + start, best_part))
                 torch.maximum(peak_part, value, out=peak_part)
             start += len(head)
+        check_finite(peak, "the drafter's logits")  # NaN counts as the largest
         best = best.view(branch_hidden.shape[:-1])
         return self.draft_token_ids[best] if self.config.draft_vocab_size else best
 

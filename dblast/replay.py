@@ -9,6 +9,9 @@ independent coin flips with probability min(1, q / p). Two numbers follow:
 * by a backward recursion over positions, the expected number of target passes
   that the online loop needs to emit the whole trajectory.
 
+A tree (:mod:`dblast.trees`) accepts as far as the stored text runs inside it: no coin
+is tossed, and the passes along a stored text are a number, not an expectation.
+
 Accepted length counts draft tokens per target pass without the bonus or
 replacement token: (emitted - passes) / passes. A pass that ends the sequence
 with an accepted token emits no bonus; that last token then counts as the pass's
@@ -23,16 +26,32 @@ import pandas as pd
 import torch
 from torch import Tensor
 
+from dblast.checks import check_number, check_whole
 from dblast.drafter import DBlastDrafter, log_category_prior
+from dblast.errors import DBlastError
 from dblast.show import progress
 from dblast.trajectories import Trajectory, pack_first
-from dblast.verifier import greedy_branch_acceptance, soft_acceptance
+from dblast.trees import TREE_NODES, branch_trie, draft_trees
+from dblast.verifier import MODES, check_mode, check_output, greedy_branch_acceptance, soft_acceptance
+
+
+def _check_acceptance(acceptance: Tensor) -> None:
+    # Written so that NaN fails.
+    if not bool(((acceptance >= 0) & (acceptance <= 1)).all()):
+        raise DBlastError("acceptance probabilities must lie between 0 and 1; these hold NaN or another number")
 
 
 def expected_accepted(acceptance: Tensor, valid: Tensor | None = None) -> Tensor:
-    """Expected accepted length of one draft step: sum_l prod_{j<=l} a_j over the last dimension."""
+    """Expected accepted length of one draft step: sum_l prod_{j<=l} a_j over the last dimension.
+
+    ``valid``, of the same shape, is False from the end of a trajectory on.
+
+    Raises:
+        DBlastError: an acceptance that is NaN or outside [0, 1], before the end.
+    """
     if valid is not None:
-        acceptance = acceptance * valid
+        acceptance = acceptance.masked_fill(~valid.bool(), 0.0)
+    _check_acceptance(acceptance)
     return acceptance.cumprod(-1).sum(-1)
 
 
@@ -43,14 +62,22 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
         acceptance: (T, n, b); entry [t, a, j] is the probability that the draft
             token for position a + j is accepted, given that the loop anchors
             after a tokens and that the earlier tokens of the block were accepted.
-            Entries at or past a trajectory's length may hold any finite number.
-        length: (T,) real lengths (default n).
+            Entries at or past a trajectory's length may hold anything.
+        length: (T,) real lengths, 0..n (default n).
 
     Returns:
         (T,) float64.
+
+    Raises:
+        DBlastError: an acceptance that is NaN or outside [0, 1] before the end, or a length outside 0..n.
     """
     count, n, b = acceptance.shape
     length = torch.full((count,), n) if length is None else length
+    if length.shape != (count,) or not bool(((length >= 0) & (length <= n)).all()):
+        raise DBlastError(f"lengths must be one number from 0 to {n} for each of the {count} trajectories")
+    position = torch.arange(n).unsqueeze(-1) + torch.arange(b)
+    acceptance = acceptance.masked_fill(position >= length[:, None, None], 0.0)
+    _check_acceptance(acceptance)
     reach = acceptance.double().cumprod(-1)
     ones = torch.ones(count, n, 1, dtype=torch.float64)
     reach = torch.cat([ones, reach, torch.zeros(count, n, 1, dtype=torch.float64)], dim=-1)
@@ -64,8 +91,29 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
     return left[:, 0]
 
 
-#: Methods of turning branches into a draft: the paper's, and sampling inside the branch (eq. 12).
-PROPOSALS = ("greedy_branch", "soft")
+#: Methods of turning branches into a draft: the paper's, sampling inside the branch (eq. 12), and the trees of the
+#: heaviest prefixes and of the K greedy branches.
+PROPOSALS = (*MODES, "branches")
+
+
+def _check_proposal(drafter: DBlastDrafter, proposal: str) -> None:
+    if proposal not in PROPOSALS:
+        raise DBlastError(f"unknown proposal {proposal!r}; replay knows {', '.join(PROPOSALS)}")
+    if proposal != "branches":
+        check_mode(proposal, drafter.config.num_categories)
+    if not drafter.draft_vocabulary_is_set:
+        raise DBlastError("the draft vocabulary is not set; call drafter.set_draft_vocabulary(token_ids) and attach()")
+
+
+def _temperatures(name: str, values: Sequence[float]) -> list[float]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise DBlastError(f"{name} must be a list of numbers, got {values!r}")
+    values = list(values)
+    if not values:
+        raise DBlastError(f"{name} holds no temperature; give at least one")
+    for value in values:
+        check_number(name, value, least=0)
+    return values
 
 
 @torch.no_grad()
@@ -78,15 +126,27 @@ def trajectory_acceptance(
 ) -> torch.Tensor:
     """Acceptance along a trajectory for every anchor and category temperature.
 
+    ``proposal`` is one of :data:`PROPOSALS` that draft no trees.
+
     Returns:
         (Z, n, b) float32: entry [., a, j] is P(draft accepted | emitted is the
         stored token) for slot j of the block anchored after a tokens; zero past the end.
+
+    Raises:
+        DBlastError: an unknown proposal, a temperature that is negative or not finite, a drafter without its draft
+            vocabulary, or NaN or infinity in the drafter's pass or the trajectory's log-probabilities.
     """
+    _check_proposal(drafter, proposal)
+    if proposal in ("tree", "branches"):
+        raise DBlastError(f"acceptance in a tree is not a coin flip; {proposal!r} is for tree_acceptance()")
+    if not bool((trajectory.log_p <= 1e-3).all()):
+        raise DBlastError(f"trajectory {trajectory.prompt_id!r} has log-probabilities that are NaN or above zero")
     n = len(trajectory.response_ids)
     device = drafter.device
     batch = pack_first(trajectory, n, drafter.config.block_length).to(device)
     with drafter.in_precision(precision):
         out = batch.run(drafter)
+        check_output(out)
         if proposal == "greedy_branch":
             branches = drafter.greedy_tokens(out.branch_hidden)
         else:
@@ -99,7 +159,52 @@ def trajectory_acceptance(
         else:
             accept = soft_acceptance(log_q, prior, batch.log_p)
         rows.append((accept * batch.valid)[:n])
-    return torch.stack(rows).cpu()
+    accept = torch.stack(rows).cpu()
+    _check_acceptance(accept)
+    return accept
+
+
+@torch.no_grad()
+def tree_acceptance(
+    drafter: DBlastDrafter,
+    trajectory: Trajectory,
+    category_temperatures: Sequence[float],
+    nodes: Sequence[int] = (TREE_NODES,),
+    proposal: str = "tree",
+    precision: torch.dtype = torch.float32,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which tokens of a trajectory lie inside the tree of every anchor: one drafter pass for all sizes.
+
+    Returns:
+        (Z, S, n, b) float32, 1 while the stored text runs inside the tree of that size anchored after a tokens, and
+        (Z, S) the mean number of nodes of those trees; S = 1 for ``"branches"``, at most K * b nodes each.
+
+    Raises:
+        DBlastError: a proposal that drafts no trees, or a drafter whose pass holds NaN or infinity.
+    """
+    _check_proposal(drafter, proposal)
+    if proposal not in ("tree", "branches"):
+        raise DBlastError(f"{proposal!r} drafts no trees; it is for trajectory_acceptance()")
+    n = len(trajectory.response_ids)
+    batch = pack_first(trajectory, n, drafter.config.block_length).to(drafter.device)
+    with drafter.in_precision(precision):
+        out = batch.run(drafter)
+        check_output(out)
+        if proposal == "tree":
+            trees = draft_trees(drafter, out, max(nodes), category_temperatures)
+        else:
+            branches = drafter.greedy_tokens(out.branch_hidden)
+            trees = [branch_trie(branches, out.log_prior(temperature)) for temperature in category_temperatures]
+            nodes = [branches.shape[1] * branches.shape[2]]
+    # The tree of n nodes is the first n of a larger one.
+    sizes = torch.tensor(list(nodes), device=drafter.device)
+    inside, drafted = [], []
+    for tree in trees:
+        places = tree.follow(batch.tokens.masked_fill(~batch.valid, -1))[:n]
+        places = places.masked_fill(places == tree.nodes, max(nodes))
+        inside.append(places < sizes.view(-1, 1, 1))
+        drafted.append(torch.minimum(tree.valid[:n].sum(1), sizes.unsqueeze(1)).double().mean(1))
+    return torch.stack(inside).float().cpu(), torch.stack(drafted).cpu()
 
 
 def score(
@@ -108,6 +213,7 @@ def score(
     category_temperatures: Sequence[float] = (1.0,),
     *,
     proposal: str = "greedy_branch",
+    nodes: Sequence[int] = (TREE_NODES,),
     precision: torch.dtype = torch.float32,
     description: str | None = None,
 ) -> pd.DataFrame:
@@ -115,32 +221,60 @@ def score(
 
     A bar is shown if ``description`` is given.
 
+    Args:
+        proposal: one of :data:`PROPOSALS`.
+        nodes: sizes of the trees that ``"tree"`` scores, all in one pass.
+
     Returns:
-        One row per trajectory and category temperature with ``prompt_id, task,
+        One row per trajectory and category temperature (and size of tree) with ``prompt_id, task,
         category_temperature, emitted`` (response tokens), ``passes`` (expected
         target passes of the online loop), ``anchor_accepted`` and ``anchors``
         (sum of expected accepted lengths over anchors with a full block, and
         their number). With K = 1 the temperature has no effect and one row is
-        written with temperature NaN.
+        written with temperature NaN. Trees add ``nodes`` (their size; K * b for
+        ``"branches"``) and ``drafted`` (mean number of nodes that they really had).
+
+    Raises:
+        DBlastError: unknown proposal, trees without nodes, no category temperature, or what
+            :func:`trajectory_acceptance` refuses.
     """
+    _check_proposal(drafter, proposal)
+    temperatures = _temperatures("category_temperatures", category_temperatures)
+    if isinstance(nodes, str) or not isinstance(nodes, Iterable) or not [*nodes]:
+        raise DBlastError(f"nodes must be a list of tree sizes, got {nodes!r}")
+    for size in nodes:
+        check_whole("the nodes of a draft tree", size, 1)
     drafter.eval()
     trajectories = list(trajectories)
     single = drafter.config.num_categories <= 1
-    temperatures = [1.0] if single else list(category_temperatures)
+    temperatures = [1.0] if single else temperatures
     b = drafter.config.block_length
+    trees = proposal in ("tree", "branches")
+    if proposal == "branches":
+        nodes = (max(1, drafter.config.num_categories) * b,)
     rows = []
     with progress(len(trajectories), description, unit="trajectory") as bar:
         for trajectory in trajectories:
-            accept = trajectory_acceptance(drafter, trajectory, temperatures, proposal, precision)
+            cells = [{"category_temperature": float("nan") if single else temperature} for temperature in temperatures]
+            if trees:
+                accept, drafted = tree_acceptance(drafter, trajectory, temperatures, nodes, proposal, precision)
+                accept = accept.flatten(0, 1)
+                cells = [
+                    {**cell, "nodes": size, "drafted": float(mean)}
+                    for cell, means in zip(cells, drafted, strict=True)
+                    for size, mean in zip(nodes, means, strict=True)
+                ]
+            else:
+                accept = trajectory_acceptance(drafter, trajectory, temperatures, proposal, precision)
             n = accept.shape[1]
             passes = expected_passes(accept)
             per_anchor = expected_accepted(accept[:, : max(0, n - b + 1)])
-            for i, temperature in enumerate(temperatures):
+            for i, cell in enumerate(cells):
                 rows.append(
                     {
                         "prompt_id": trajectory.prompt_id,
                         "task": trajectory.task,
-                        "category_temperature": float("nan") if single else temperature,
+                        **cell,
                         "emitted": n,
                         "passes": float(passes[i]),
                         "anchor_accepted": float(per_anchor[i].double().sum()),

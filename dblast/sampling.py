@@ -11,9 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dblast.checks import check_finite, check_number, check_whole
 from dblast.errors import DBlastError
 
 NEG_INF = float("-inf")
+
+#: A logit of -inf is a token that cannot come; any other that is not finite leaves the largest of its row not finite.
+LARGEST = "the target's logits (over the temperature)"
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,7 @@ class SamplingSettings:
     ``top_k=None`` (or 0) and ``top_p=1.0`` switch the filters off.
 
     Raises:
-        DBlastError: temperature not positive, top_k negative, top_p outside (0, 1].
+        DBlastError: temperature not positive and finite, top_k negative or no integer, top_p outside (0, 1].
     """
 
     temperature: float = 1.0
@@ -31,12 +35,14 @@ class SamplingSettings:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
+        check_number("temperature", self.temperature)
+        check_number("top_p", self.top_p)
+        if self.temperature <= 0:
             raise DBlastError(
                 f"temperature must be positive, got {self.temperature}; for greedy decoding use do_sample=False"
             )
-        if self.top_k is not None and self.top_k < 0:
-            raise DBlastError(f"top_k must be a positive integer, or 0 for no limit, got {self.top_k}")
+        if self.top_k is not None:
+            check_whole("top_k (0 for no limit)", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise DBlastError(f"top_p must lie in (0, 1], got {self.top_p}")
 
@@ -51,6 +57,9 @@ class SamplingSettings:
             batch. Rows with a smaller support are padded with log_p = -inf.
             Sorted by token id: of tokens tied at the edge of the nucleus, the higher
             ids stay (Hugging Face leaves that choice to an unstable sort).
+
+        Raises:
+            DBlastError: NaN or +inf among the logits, a row of -inf alone, or logits that the temperature takes there.
         """
         k = self.top_k or 0
         spare = 2 * k + 16
@@ -59,11 +68,14 @@ class SamplingSettings:
             # tied at the k-th place all survive, so they must be among these candidates.
             values, tokens = logits.topk(spare, dim=-1)
             scores = values.float() / self.temperature
+            check_finite(scores[..., 0], LARGEST)  # NaN sorts first
             if bool((scores[..., -1] < scores[..., k - 1]).all()):
                 tokens, order = tokens.sort(dim=-1)
                 kept, log_p = self._filter(scores.gather(-1, order))
                 return tokens.gather(-1, kept), log_p
-        return self._filter(logits.float() / self.temperature)
+        scores = logits.float() / self.temperature
+        check_finite(scores.amax(-1), LARGEST)  # of a row with NaN that is NaN
+        return self._filter(scores)
 
     def _filter(self, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Top-k and top-p on (..., V) scaled scores: columns and log-probabilities, as :meth:`support` returns them."""

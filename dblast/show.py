@@ -12,6 +12,7 @@ from dblast.errors import DBlastError
 
 if TYPE_CHECKING:
     from dblast.decoding import Generated
+    from dblast.trees import Tree, TreeOutcome
 import os
 import sys
 from collections.abc import Iterator
@@ -172,3 +173,54 @@ def show_blocks(generated: Generated, tokenizer: PreTrainedTokenizerBase, row: i
         shown = text
     accepted = sum(step.accepted for step in steps)
     return BlockView(tuple(pieces), accepted / len(steps), len(steps))
+
+
+#: Marks of a drawn tree: a node the target walked through, one it left aside, the token it drew itself.
+WALKED, ASIDE, OWN = "●", "○", "⇒"
+
+
+def show_tree(
+    tree: Tree, tokenizer: PreTrainedTokenizerBase, row: int = 0, outcome: TreeOutcome | None = None
+) -> str:
+    """A draft tree as text, one node a line with its q_dep(u | y), likelier siblings first.
+
+    Args:
+        tree: from :func:`dblast.trees.draft_tree`.
+        tokenizer: the target's.
+        row: which of its anchors.
+        outcome: of the walk along it; then the accepted path is marked, and the target's own token stands
+            among the children of the last accepted node.
+
+    Raises:
+        DBlastError: there is no such row.
+    """
+    if not 0 <= row < len(tree.tokens):
+        raise DBlastError(f"there is no row {row}; the tree has rows 0..{len(tree.tokens) - 1}")
+    count = int(tree.valid[row].sum())
+    tokens, parents = tree.tokens[row].tolist()[:count], tree.parent[row].tolist()[:count]
+    weights = tree.log_weight[row].exp().tolist()
+    path = [] if outcome is None else outcome.path[row].tolist()[: int(outcome.accepted[row])]
+    lines = ["anchor"]
+
+    def text(token: int) -> str:
+        return repr(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    def branch(node: int, margin: str) -> None:
+        # Nodes stand heaviest first, so children come out in that order.
+        below: list[tuple[int | None, str]] = [
+            (child, f"{WALKED if child in path else ASIDE} {text(tokens[child])} {weights[child]:.3f}")
+            for child in range(count)
+            if parents[child] == node
+        ]
+        if outcome is not None and node == (path[-1] if path else -1):
+            below.append((None, f"{OWN} {text(int(outcome.token[row]))} drawn by the target"))
+        for number, (child, line) in enumerate(below, start=1):
+            last = number == len(below)
+            lines.append(f"{margin}{'└─' if last else '├─'}{line}")
+            if child is not None:
+                branch(child, margin + ("  " if last else "│ "))
+
+    branch(-1, "")
+    if outcome is not None:
+        lines.append(f"accepted {len(path)}, {count} nodes")
+    return "\n".join(lines)

@@ -31,6 +31,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from dblast.checks import token_ids
 from dblast.errors import ArtefactError, DBlastError
 from dblast.show import quiet_loading
 
@@ -44,7 +45,8 @@ QWEN3_MASK_TOKEN_ID = 151669
 CHAT_OPTIONS = {"enable_thinking": False}
 
 #: Families whose layers a drafter can be shaped like and started from: RMSNorm before attention and feed-forward,
-#: grouped-query attention without biases, SwiGLU, and RoPE on whole heads.
+#: grouped-query attention without biases, SwiGLU, and RoPE on whole heads. A target may scale its RoPE (Llama 3.1
+#: does); the drafter's own stays unscaled, which its training makes up for.
 FAMILIES = ("llama", "mistral", "qwen3")
 
 
@@ -59,7 +61,6 @@ def check_supported(config: PreTrainedConfig) -> None:
         "hidden_act": (getattr(config, "hidden_act", "silu"), "silu"),
         "attention_bias": (bool(getattr(config, "attention_bias", False)), False),
         "mlp_bias": (bool(getattr(config, "mlp_bias", False)), False),
-        "rope type": (rope.get("rope_type", "default"), "default"),
         "partial_rotary_factor": (rope.get("partial_rotary_factor", 1.0), 1.0),
     }
     wrong = [f"{name} = {value!r}" for name, (value, only) in found.items() if value != only]
@@ -71,7 +72,7 @@ def check_supported(config: PreTrainedConfig) -> None:
     if wrong:
         raise DBlastError(
             f"this target is not supported ({', '.join(wrong)}): a drafter needs a model of the families "
-            f"{', '.join(FAMILIES)} with SiLU, no biases, unscaled RoPE and full attention"
+            f"{', '.join(FAMILIES)} with SiLU, no biases, RoPE on whole heads and full attention"
         )
 
 
@@ -311,9 +312,8 @@ def wrap_target(
     eos = model.generation_config.eos_token_id
     if eos is None:
         eos = tokenizer.eos_token_id
-    ids = tuple(eos) if isinstance(eos, list | tuple) else (() if eos is None else (eos,))
     options = dict(CHAT_OPTIONS if chat_options is None else chat_options)
-    return Target(name, model.eval().requires_grad_(False), tokenizer, mask_token_id, ids, options)
+    return Target(name, model.eval().requires_grad_(False), tokenizer, mask_token_id, token_ids(eos), options)
 
 
 #: What makers call the tokens that they keep for later.

@@ -144,6 +144,27 @@ def block_log_q(position_log_q: Tensor, blocks: Tensor) -> Tensor:
     return position_log_q.expand(len(blocks), -1, -1, -1).gather(-1, index).squeeze(-1)
 
 
+def greedy_branch_distribution(branch_tokens: Tensor, log_prior: Tensor, prefix: Tensor, vocab_size: int) -> Tensor:
+    """Eq. 20 in words, as a vector: among the branches (K, b) with this prefix (i,), the share of prior of each next token.
+
+    (V,); all zero if no branch has the prefix.
+    """
+    mass = log_prior.exp() * (branch_tokens[:, : len(prefix)] == prefix).all(-1)
+    q = torch.zeros(vocab_size, dtype=mass.dtype).scatter_add_(0, branch_tokens[:, len(prefix)], mass)
+    return q / mass.sum() if mass.sum() > 0 else q
+
+
+def soft_distribution(position_log_q: Tensor, log_prior: Tensor, prefix: Tensor) -> Tensor:
+    """Eq. 12 in words, as a vector: the branches' (K, b, V) next-token laws, weighted by how likely each drafts the prefix.
+
+    (V,).
+    """
+    chance = log_prior.exp()
+    for i, token in enumerate(prefix.tolist()):
+        chance = chance * position_log_q[:, i, token].exp()
+    return (chance.unsqueeze(-1) * position_log_q[:, len(prefix)].exp()).sum(0) / chance.sum()
+
+
 def category_log_prior(logits: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / Z_T) over the last dimension; all mass on the first best category at Z_T = 0."""
     if temperature == 0:

@@ -100,7 +100,7 @@ def open_target(plan: Plan) -> Target:
         return target
     folder = prepare_target(plan)
     with quiet_loading():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     return wrap_target("tiny", model, AutoTokenizer.from_pretrained(folder), synthetic.MASK_TOKEN_ID)
 
 

@@ -69,7 +69,7 @@ def timed_step(decoder: BlockDecoder, settings: SamplingSettings, generator: tor
     clock.lap("target")
     tokens, p = target_support(logits, settings)
     clock.lap("p")
-    outcome = verify_block(made.drafted, made.q_drafted, made.q_at, tokens, p, generator=generator)
+    outcome = verify_block(made, tokens, p, generator=generator)
     accepted = outcome.accepted.tolist()
     clock.lap("verify")
     decoder.commit(accepted, outcome.token)

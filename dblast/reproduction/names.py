@@ -7,7 +7,7 @@ OBJECTIVES = ("DPACE", "TRUNC", "FOCAL", "CHAIN", "L2R", "EAL", "TV1", "NLA1", "
 #: What the AL loss sums over.
 AL_CONSTRUCTIONS = ("all_prefixes", "one_prefix", "whole_block")
 #: How blocks are drafted, see :mod:`dblast.verifier`.
-MODES = ("greedy_branch", "soft", "independent")
+MODES = ("greedy_branch", "soft", "independent", "tree")
 #: Prompts that are no file, see :func:`dblast.reproduction.prompts.sources.load_prompts`.
 PROMPT_SOURCES = ("bundled", "hub")
 #: What a drafter starts from if not from a checkpoint's folder or id, see :class:`dblast.reproduction.plans.DrafterConfig`.

@@ -164,16 +164,11 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
     if name not in TABLES:
         raise DBlastError(f"unknown result table {name!r}; known tables: {', '.join(TABLES)}")
     path = results_folder(profile.name) / f"{label}-{name}.parquet"
+    # Before any work: a new table's provenance is added to what is there.
+    entry = read_provenance(profile.name).get(path.name)
     if path.exists() and not recompute:
-        entry = read_provenance(profile.name).get(path.name)
-        if not isinstance(entry, dict):
-            raise ArtefactError(f"{path.name} of profile {profile.name!r} has no provenance; open it with recompute=True")
-        if entry.get("sha256") != sha256_file(path):
-            raise ArtefactError(f"{path.name} of profile {profile.name!r} is damaged; open it with recompute=True")
-        if entry.get("plan") != plan_digest(plan, name):
-            raise ArtefactError(
-                f"{path.name} of profile {profile.name!r} was made by another configuration; open it with recompute=True"
-            )
+        if reason := _refusal(entry, path, plan, name):
+            raise ArtefactError(f"{path.name} of profile {profile.name!r} {reason}; open it with recompute=True")
         return pd.read_parquet(path)
     if not recompute and not any(results_folder(profile.name).glob("*.parquet")):
         # A notebook opened by hand would start to sample and train.
@@ -185,6 +180,19 @@ def open_table(profile: Profile, label: str, name: str, recompute: bool = False)
     table = TABLES[name](plan)
     _keep(table, path, profile.name, plan, plan_digest(plan, name), time.monotonic() - start)
     return table
+
+
+def _refusal(entry: object, path: Path, plan: Plan, name: str) -> str | None:
+    """Why a kept file cannot be used, judged by its entry in the provenance."""
+    if not isinstance(entry, dict):
+        return "has no provenance"
+    if entry.get("sha256") != sha256_file(path):
+        return "is damaged"
+    if entry.get("plan") != plan_digest(plan, name):
+        return "was made by another configuration"
+    # Entries of older runs have none.
+    stated = entry.pop("digest", None)
+    return "has a damaged provenance" if stated and stated != digest(entry) else None
 
 
 def open_tables(profile: Profile, name: str, recompute: bool = False) -> pd.DataFrame:
@@ -227,7 +235,8 @@ def _keep(table: pd.DataFrame, path: Path, profile: str, plan: Plan, made_by: st
             record = read_provenance(profile)
             scratch = path.with_suffix(".part")
             table.to_parquet(scratch, index=False, compression="zstd")
-            record[path.name] = entry | {"sha256": sha256_file(scratch)}
+            entry["sha256"] = sha256_file(scratch)
+            record[path.name] = entry | {"digest": digest(entry)}
             os.replace(scratch, path)
             write_json(path.with_name("provenance.json"), record)
     except OSError as error:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
-import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from transformers import StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
+from transformers import TextIteratorStreamer
 from transformers.generation.streamers import BaseStreamer
 from typer.testing import CliRunner
 
-import dblast
-from dblast import decoding as generate_module
 from dblast.reproduction.checkpoints import shipped_drafter
 from dblast.reproduction.cli import app
 from dblast.cache import BlockDecoder
@@ -23,7 +21,7 @@ from dblast.reproduction.demo import default_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.decoding import Generated, Step, custom_generate, generate, target_support
-from dblast.verifier import Proposal, soft_proposal
+from dblast.verifier import greedy_branch_proposal, soft_proposal
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
 from dblast.replay import score
@@ -63,13 +61,8 @@ def oracle(monkeypatch):
     def install(tokens_at):
         def propose(drafter, output, length, **kwargs):
             drafted = torch.tensor([tokens_at(row, length) for row in range(len(output.prior_logits))])
-            mass = torch.ones(drafted.shape)
-
-            def q_at(slot, candidates):
-                here = drafted[torch.arange(len(slot)), slot.clamp(max=length - 1)]
-                return (candidates == here.unsqueeze(1)) * (slot < length).unsqueeze(1).float()
-
-            return Proposal(drafted, torch.zeros(len(drafted), dtype=torch.long), mass, q_at)
+            only = torch.zeros(len(drafted), 1)
+            return greedy_branch_proposal(drafted.unsqueeze(1), only, only.squeeze(1).long())
 
         monkeypatch.setattr(sys.modules["dblast.decoding"], "propose", propose)
 
@@ -342,29 +335,6 @@ def test_sequence_may_fill_the_context_and_not_pass_it(llama, make_drafter):
     one_line(error, "context limit", str(limit))
 
 
-@pytest.mark.parametrize(
-    ("prompts", "arguments", "words"),
-    [
-        ([], {}, "no prompts"),
-        ([[5], []], {}, "prompt 1 has no tokens"),
-        ([5, 6], {}, "[ids]"),
-        (torch.tensor([5, 6]), {}, "[ids]"),
-        ([[5, VOCABULARY_SIZE]], {}, "outside the target's vocabulary"),
-        ([[-1]], {}, "outside the target's vocabulary"),
-        ([[5]], {"max_new_tokens": 0}, "max_new_tokens"),
-        ([[5]], {"mode": "tree"}, "greedy_branch, soft, independent"),
-        ([[5]], {"mode": "independent"}, "K = 1"),
-        ([[5]], {"category_temperature": -1.0}, "category temperature"),
-        ([[5], [6]], {"streamer": object(), "max_new_tokens": 8}, "streamer"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_arguments_give_one_clear_line(llama, make_drafter, prompts, arguments, words):
-    with pytest.raises(DBlastError) as error:
-        generate(llama, make_drafter(llama), prompts, **arguments)
-    one_line(error, words)
-
-
 def test_models_that_do_not_fit_are_refused(llama, make_drafter, monkeypatch):
     config = make_drafter(llama).config
     with pytest.raises(DBlastError) as error:
@@ -414,7 +384,7 @@ def test_soft_proposal_of_a_draft_vocabulary_is_that_of_zeros_elsewhere():
     candidates = torch.arange(5).expand(4, -1)
     for slot in range(3):
         slots = torch.full((4,), slot)
-        torch.testing.assert_close(ours.q_at(slots, candidates), whole.q_at(slots, candidates))
+        torch.testing.assert_close(ours.q(slots, candidates), whole.q(slots, candidates))
 
 
 @pytest.mark.parametrize("mode", ["greedy_branch", "soft"])
@@ -444,9 +414,8 @@ SAMPLING = dict(do_sample=True, temperature=0.8, top_k=15, top_p=0.9, max_new_to
 def test_custom_generate_takes_its_settings_from_the_generation_config(llama, make_drafter):
     drafter, ids = make_drafter(llama), torch.tensor(PROMPTS[2:])
     streamer = Recorder()
-    through = llama.model.generate(
-        ids, custom_generate=custom_generate, drafter=drafter, generator=generator(3), streamer=streamer, **SAMPLING
-    )
+    streaming = functools.partial(custom_generate, streamer=streamer)
+    through = llama.model.generate(ids, custom_generate=streaming, drafter=drafter, generator=generator(3), **SAMPLING)
     plain = generate(
         llama,
         drafter,
@@ -490,29 +459,6 @@ def test_text_streams_through_a_hugging_face_streamer(llama, make_drafter, token
     assert "".join(streamer) == tokenizer.decode(result.tokens[0])
 
 
-class Never(StoppingCriteria):
-    def __call__(self, input_ids, scores, **kwargs):
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"drafter": None}, "drafter"),
-        ({"num_beams": 2}, "beam"),
-        ({"repetition_penalty": 1.2}, "RepetitionPenalty"),
-        ({"min_p": 0.1}, "MinP"),
-        ({"stopping_criteria": StoppingCriteriaList([Never()])}, "Never"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_custom_generate_refuses_what_it_cannot_honour(llama, make_drafter, arguments, words):
-    arguments = {"drafter": make_drafter(llama)} | SAMPLING | arguments
-    with pytest.raises(DBlastError) as error:
-        llama.model.generate(torch.tensor([[5, 6]]), custom_generate=custom_generate, **arguments)
-    one_line(error, words)
-
-
 # -- online decoding and replay ------------------------------------------------------------------
 
 
@@ -534,11 +480,11 @@ def trained(llama, make_drafter):
     return drafters, settings, prompts, evaluation
 
 
-@pytest.mark.parametrize("mode", ["greedy_branch", "soft"])
+@pytest.mark.parametrize("mode", ["greedy_branch", "soft", "tree"])
 @pytest.mark.parametrize("branches", [1, 4])
 def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode):
     drafters, settings, prompts, evaluation = trained
-    scores = score(drafters[branches], evaluation, proposal=mode)
+    scores = score(drafters[branches], evaluation, proposal=mode, nodes=(6,))
     replayed, influence = ratio_with_influence((scores.emitted - scores.passes).to_numpy(), scores.passes.to_numpy())
     result = generate(
         llama,
@@ -547,6 +493,7 @@ def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode
         settings,
         max_new_tokens=24,
         mode=mode,
+        nodes=6,
         generator=generator(2),
     )
     accepted = np.array([sum(step.accepted for step in steps) for steps in result.steps], dtype=float)

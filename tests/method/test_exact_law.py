@@ -11,7 +11,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dblast import verifier as proposals
 from dblast import verifier
 from dblast.decoding import generate
 from dblast.sampling import SamplingSettings
@@ -47,12 +46,12 @@ def accept_with_p(p_x, q_x):
     return p_x
 
 
-def q_of_the_drawn_branch_greedy(branch_tokens, log_prior, category, original=proposals.greedy_branch_proposal):
+def q_of_the_drawn_branch_greedy(branch_tokens, log_prior, category, original=verifier.greedy_branch_proposal):
     proposal = original(branch_tokens, log_prior, category)
     return replace(proposal, q_drafted=torch.ones_like(proposal.q_drafted))
 
 
-def q_of_the_drawn_branch_soft(position_log_q, log_prior, category, column, *ids, original=proposals.soft_proposal):
+def q_of_the_drawn_branch_soft(position_log_q, log_prior, category, column, *ids, original=verifier.soft_proposal):
     proposal = original(position_log_q, log_prior, category, column, *ids)
     chosen = position_log_q[torch.arange(len(category)), category]
     return replace(proposal, q_drafted=chosen.gather(-1, column.unsqueeze(-1)).squeeze(-1).exp())
@@ -65,8 +64,8 @@ MUTANTS = {
     "residual not renormalised": (verifier, "residual_distribution", residual_not_normalised, BOTH),
     "redrawn freely on a mismatch": (verifier, "residual_distribution", redraw_from_the_target, BOTH),
     "accepted with p": (verifier, "accept_ratio", accept_with_p, BOTH),
-    "q of the drawn branch": (proposals, "greedy_branch_proposal", q_of_the_drawn_branch_greedy, ("greedy_branch",)),
-    "q of the drawn branch, soft": (proposals, "soft_proposal", q_of_the_drawn_branch_soft, ("soft",)),
+    "q of the drawn branch": (verifier, "greedy_branch_proposal", q_of_the_drawn_branch_greedy, ("greedy_branch",)),
+    "q of the drawn branch, soft": (verifier, "soft_proposal", q_of_the_drawn_branch_soft, ("soft",)),
 }
 CASES = [(name, mode) for name, (*_, modes) in MUTANTS.items() for mode in modes]
 
@@ -101,7 +100,7 @@ class ToyDrafter:
         branches = len(tokens)
         if mode == "greedy_branch":
             category = torch.arange(branches)
-            made = proposals.greedy_branch_proposal(
+            made = verifier.greedy_branch_proposal(
                 tokens[:, :length].expand(branches, -1, -1), log_prior.expand(branches, -1), category
             )
             return made, log_prior.exp()
@@ -109,7 +108,7 @@ class ToyDrafter:
         category = torch.arange(branches).repeat_interleave(len(blocks))
         column = blocks.repeat(branches, 1)
         many = len(category)
-        made = proposals.soft_proposal(
+        made = verifier.soft_proposal(
             log_q[:, :length].expand(many, -1, -1, -1), log_prior.expand(many, -1), category, column
         )
         drawn = log_q[category.unsqueeze(1), torch.arange(length), column].sum(-1)
@@ -134,7 +133,7 @@ def step_law(target, drafter, prefix, room, mode):
     blocks = [tuple(block) for block in made.drafted.tolist()]
     for i in range(length + 1):
         tokens, p = support(target, [prefix + block[:i] for block in blocks])
-        q = made.q_at(torch.full((len(blocks),), i), tokens)
+        q = made.q(torch.full((len(blocks),), i), tokens)
         law_here = verifier.residual_distribution(p, q)
         if i < length:
             p_x = verifier.probability_on_support(tokens, p, made.drafted[:, i])
@@ -233,8 +232,8 @@ def chi_square(counts, law):
 FAIR = 1e-5
 
 
-def simulated_p_value(toy, make_drafter, mode, branches, settings, eos=(), draws=8000, seed=0, **shape):
-    drafter = make_drafter(toy, num_categories=branches, num_layers=1, block_length=2, **shape)
+def simulated_p_value(toy, make_drafter, mode, branches, settings, eos=(), draws=8000, seed=0, **arguments):
+    drafter = make_drafter(toy, num_categories=branches, num_layers=1, block_length=2)
     result = generate(
         toy,
         drafter,
@@ -244,6 +243,7 @@ def simulated_p_value(toy, make_drafter, mode, branches, settings, eos=(), draws
         mode=mode,
         eos_token_ids=eos,
         generator=generator(seed),
+        **arguments,
     )
     counts = Counter(tuple(tokens.tolist()) for tokens in result.tokens)
     return chi_square(counts, target_law(toy, settings, eos)), result
@@ -290,12 +290,10 @@ def test_simulation_finds_the_mutants(toy, make_drafter, name, mode, monkeypatch
 
 def verify(branches, log_prior, category, p, uniform, seed=0):
     """One verified block of a greedy-branch proposal, p dense (b + 1, V)."""
-    made = proposals.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([category]))
+    made = verifier.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([category]))
     tokens = torch.arange(p.shape[-1]).expand(1, *p.shape)
     uniform = torch.full(made.drafted.shape, uniform)
-    return verifier.verify_block(
-        made.drafted, made.q_drafted, made.q_at, tokens, p.unsqueeze(0), generator=generator(seed), uniform=uniform
-    )
+    return verifier.verify_block(made, tokens, p.unsqueeze(0), generator=generator(seed), uniform=uniform)
 
 
 def test_token_of_target_probability_zero_is_rejected_even_at_a_uniform_draw_of_zero():
@@ -334,14 +332,12 @@ def test_branches_that_share_a_prefix_pool_their_prior():
 
 def test_forced_rejection_at_every_slot_replaces_with_the_excess_of_the_target():
     branches, log_prior = torch.tensor([[0, 1, 2]]), torch.zeros(1)
-    made = proposals.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([0]))
+    made = verifier.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([0]))
     p = torch.full((1, 4, 3), 1 / 3)
     tokens = torch.arange(3).expand(1, 4, 3)
     for slot in range(4):
         uniform = torch.where(torch.arange(3) < slot, 0.0, 0.9).unsqueeze(0)
         for seed in range(20):
-            out = verifier.verify_block(
-                made.drafted, made.q_drafted, made.q_at, tokens, p, generator=generator(seed), uniform=uniform
-            )
+            out = verifier.verify_block(made, tokens, p, generator=generator(seed), uniform=uniform)
             assert out.accepted.item() == slot
             assert slot == 3 or out.token.item() != slot

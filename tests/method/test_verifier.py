@@ -10,15 +10,17 @@ import torch
 
 from dblast.losses import conditional_log_q
 from dblast.verifier import (
+    accept_ratio,
     acceptance_given_emitted,
-    acceptance_probability,
-    agreement,
+    branch_posterior,
     greedy_branch_acceptance,
     greedy_branch_conditional,
-    greedy_branch_distribution,
+    greedy_branch_proposal,
+    point_masses,
     residual_distribution,
     soft_acceptance,
-    soft_distribution,
+    soft_conditional,
+    soft_proposal,
 )
 from tests.helpers import (
     all_blocks,
@@ -26,12 +28,14 @@ from tests.helpers import (
     block_log_q,
     category_log_prior,
     generator,
+    greedy_branch_distribution,
     random_branches,
     random_distribution,
     random_log_prior,
     random_position_log_q,
     random_target,
     sequence_probability,
+    soft_distribution,
     target_log_p,
 )
 
@@ -107,30 +111,99 @@ def test_one_branch_is_a_point_mass_accepted_with_the_probability_of_its_token()
     p = torch.tensor(random_distribution(VOCABULARY, generator(3)))
     q = greedy_branch_distribution(branch[0], torch.zeros(1), branch[0, 0, :0], VOCABULARY)
     assert_close(q, [1.0, 0.0, 0.0])
-    assert_close(acceptance_probability(p, q, torch.tensor(0)), p[0])
+    assert_close(accept_ratio(p[0], q[0]), p[0])
     # Given that the emitted token is the drafted one, it was accepted for certain.
     assert_close(greedy_branch_acceptance(branch, torch.zeros(1, 1), branch[:, 0], log_p), torch.ones(1, 3))
     other = torch.tensor([[0, 2, 2]])
     assert_close(greedy_branch_acceptance(branch, torch.zeros(1, 1), other, log_p), [[1.0, 0.0, 0.0]])
 
 
-def test_agreement_ends_at_the_first_difference():
-    actual = agreement(SHARED.unsqueeze(0), torch.tensor([[0, 1, 2]]))
-    assert actual[0].int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
+def test_posterior_of_point_masses_is_the_prior_of_the_branches_that_agree():
+    tokens = torch.tensor([[0, 1, 2], [1, 0, 0]])
+    log_q = point_masses(SHARED.expand(2, -1, -1), tokens)
+    assert log_q[0].exp().tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 1], [1, 1, 1]]
+    prior = torch.tensor([0.1, 0.2, 0.3, 0.4])
+    actual = branch_posterior(log_q, prior.log().expand(2, -1))
+    agree = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]])
+    expected = prior.unsqueeze(-1) * agree / (prior.unsqueeze(-1) * agree).sum(0)
+    assert_close(actual[0], expected)
+    # Nobody drafts 1 first: no branch is left, and nothing is divided by zero.
+    assert actual[1, :, 1:].tolist() == [[0, 0, 0]] * 4
 
 
+def test_posterior_of_unlikely_prefixes_is_that_of_the_products():
+    """Products of 80 factors of 1e-6 are zero in any float; their ratios are not."""
+    odds = torch.tensor([0.5, 1.0])
+    log_q = (1e-6 * odds).log().view(1, 2, 1).expand(1, 2, 80).clone()
+    log_q[:, :, 2:] = math.log(1e-6)
+    actual = branch_posterior(log_q, torch.tensor([[0.5, 0.5]]).log())[0, :, -1]
+    assert_close(actual, [0.2, 0.8], tolerance=1e-4)
+    assert soft_conditional(log_q, torch.zeros(1, 2)).isfinite().all()
+
+
+@pytest.mark.parametrize("temperature", CATEGORY_TEMPERATURES)
 @pytest.mark.parametrize("branches", [1, 2, 3, 4])
-def test_soft_distribution_agrees_with_the_training_conditional(branches):
+def test_soft_conditional_of_replay_of_decoding_and_of_training_is_one(branches, temperature):
+    """Of whole blocks, of every candidate at every slot, and of the losses where nothing is clamped."""
     rng = generator(branches)
     position_log_q = random_position_log_q(branches, LENGTH, VOCABULARY, rng)
-    log_prior = random_log_prior(branches, rng)
+    log_prior = category_log_prior(random_log_prior(branches, rng), temperature)
     blocks = all_blocks(VOCABULARY, LENGTH)
-    conditional = conditional_log_q(block_log_q(position_log_q, blocks), log_prior.expand(len(blocks), -1)).exp()
-    for block, row in zip(blocks, conditional, strict=True):
-        for i in range(LENGTH):
-            q = soft_distribution(position_log_q, log_prior, block[:i])
-            assert_close(q.sum(), 1.0)
-            assert_close(q[block[i]], row[i], tolerance=1e-6)
+    many = len(blocks)
+    log_q, priors = block_log_q(position_log_q, blocks), log_prior.expand(many, -1)
+    conditional = soft_conditional(log_q, priors)
+    assert conditional.dtype == torch.float64
+    assert_close(conditional_log_q(log_q, priors).exp(), conditional, tolerance=1e-5)
+    dense = position_log_q.expand(many, -1, -1, -1)
+    proposal = soft_proposal(dense, priors, torch.zeros(many, dtype=torch.long), blocks)
+    candidates = torch.arange(VOCABULARY).expand(many, -1)
+    for i in range(LENGTH):
+        expected = torch.stack([soft_distribution(position_log_q, log_prior, block[:i]) for block in blocks])
+        assert_close(expected.sum(-1), 1.0, tolerance=1e-12)
+        assert_close(proposal.q(torch.full((many,), i), candidates), expected, tolerance=1e-12)
+        assert_close(conditional[:, i], expected.gather(-1, blocks[:, i : i + 1]).squeeze(-1), tolerance=1e-12)
+    assert (proposal.q(torch.full((many,), LENGTH), candidates) == 0).all()
+
+
+@pytest.mark.parametrize("temperature", CATEGORY_TEMPERATURES)
+@pytest.mark.parametrize("branches", BRANCH_SETS, ids=lambda tokens: str(tokens.tolist()).replace(" ", ""))
+def test_greedy_branch_conditional_of_candidates_is_that_of_the_block(branches, temperature):
+    log_prior = category_log_prior(random_log_prior(len(branches), generator(1)), temperature)
+    many = len(branches)
+    proposal = greedy_branch_proposal(branches.expand(many, -1, -1), log_prior.expand(many, -1), torch.arange(many))
+    candidates = torch.arange(VOCABULARY).expand(many, -1)
+    for i in range(LENGTH):
+        q = proposal.q(torch.full((many,), i), candidates)
+        for z, block in enumerate(branches):
+            expected = greedy_branch_distribution(branches, log_prior, block[:i], VOCABULARY)
+            assert_close(q[z], expected, tolerance=1e-12)
+            assert_close(proposal.q_drafted[z, i], expected[block[i]], tolerance=1e-12)
+    assert (proposal.q(torch.full((many,), LENGTH), candidates) == 0).all()
+
+
+def test_soft_conditional_after_a_token_that_no_branch_drafts_is_zero():
+    log_q = torch.tensor([[[0.5, 0.0, 0.5], [0.25, 0.0, 0.5]]]).log()
+    assert_close(soft_conditional(log_q, torch.tensor([[0.5, 0.5]]).log()), [[0.375, 0.0, 0.0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_conditionals_and_acceptance_keep_their_precision(dtype):
+    branches, log_prior = SHARED.unsqueeze(0), torch.full((1, 4), 0.25, dtype=dtype).log()
+    log_p = torch.tensor([[1 / 3, 0.3, 1 / 3]], dtype=dtype).log()
+    for actual in (
+        greedy_branch_acceptance(branches, log_prior, SHARED[:1], log_p),
+        soft_acceptance(log_prior.unsqueeze(-1).expand(1, 4, 3), log_prior, log_p),
+    ):
+        assert actual.dtype == dtype
+    q = torch.tensor([0.1], dtype=dtype)
+    assert_close(acceptance_given_emitted(q, log_p[:, 0]), q * 3, tolerance=1e-6 if dtype == torch.float32 else 1e-14)
+
+
+def test_nan_in_a_prior_stays_nan():
+    """Never zero, which would accept every draft."""
+    log_prior = torch.tensor([[0.5, math.nan]]).log()
+    tokens = torch.tensor([[0, 1]])
+    assert greedy_branch_conditional(tokens.unsqueeze(1).expand(1, 2, 2), log_prior, tokens).isnan().all()
 
 
 def test_soft_acceptance_is_the_ratio_of_conditionals():
@@ -160,7 +233,7 @@ class Step:
         return greedy_branch_distribution(self.branches, self.log_prior, prefix, self.vocabulary).double()
 
     def accept(self, p, q, token):
-        return float(acceptance_probability(p, q, torch.tensor(token)))
+        return float(accept_ratio(p[token], q[token]))
 
     def replacement(self, p, q, token):
         return residual_distribution(p, q)
@@ -272,7 +345,7 @@ def test_soft_proposal_has_the_law_of_the_target():
                 prefix = tuple(block[:i].tolist())
                 p = torch.tensor(target[prefix], dtype=torch.float64)
                 q = soft_distribution(position_log_q, log_prior, block[:i]).double()
-                accept = float(acceptance_probability(p, q, token))
+                accept = float(accept_ratio(p[token], q[token]))
                 for v, share in enumerate(residual_distribution(p, q).tolist()):
                     for rest in all_blocks(VOCABULARY, LENGTH - 1 - i).tolist():
                         sequence = (*prefix, v, *rest)
@@ -287,14 +360,13 @@ def test_soft_proposal_has_the_law_of_the_target():
 @pytest.mark.parametrize("q_x", [1.0, 0.5, 1e-30, 0.0])
 def test_token_of_target_probability_zero_is_never_accepted(q_x, dtype):
     p, q = torch.tensor([0.0, 1.0], dtype=dtype), torch.tensor([q_x, 1 - q_x], dtype=dtype)
-    assert float(acceptance_probability(p, q, torch.tensor(0))) == 0.0
+    assert float(accept_ratio(p[0], q[0])) == 0.0
     assert float(residual_distribution(p, q)[0]) == 0.0
 
 
 def test_acceptance_probability_is_the_clipped_ratio():
     p, q = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.8, 0.2, 0.0])
-    actual = acceptance_probability(p.expand(3, -1), q.expand(3, -1), torch.arange(3))
-    assert_close(actual, [0.25, 1.0, 1.0])
+    assert_close(accept_ratio(p, q), [0.25, 1.0, 1.0])
 
 
 def test_residual_is_the_renormalised_excess_of_the_target():
@@ -304,9 +376,7 @@ def test_residual_is_the_renormalised_excess_of_the_target():
 
 def test_draft_equal_to_the_target_is_always_accepted():
     p = torch.tensor([random_distribution(5, generator(seed)) for seed in range(20)])
-    for token in range(5):
-        accept = acceptance_probability(p, p.clone(), torch.full((20,), token))
-        assert (accept == 1.0).all()
+    assert (accept_ratio(p, p.clone()) == 1.0).all()
     assert_close(residual_distribution(p, p.clone()), p)
 
 
@@ -317,7 +387,7 @@ def test_acceptance_given_the_emitted_token(zeros):
         rng = generator(seed)
         p = torch.tensor(random_distribution(4, rng, zeros), dtype=torch.float64)
         q = torch.tensor(random_distribution(4, rng, zeros=True), dtype=torch.float64)
-        accepted = q * acceptance_probability(p.expand(4, -1), q.expand(4, -1), torch.arange(4))
+        accepted = q * accept_ratio(p, q)
         emitted = accepted + (1 - accepted.sum()) * residual_distribution(p, q)
         possible = p > 0
         assert_close(emitted, p, tolerance=1e-12)

@@ -219,7 +219,9 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
     llama.model.save_pretrained(tmp_path / "target")
     llama.tokenizer.save_pretrained(tmp_path / "target")
     prompts = tmp_path / "mine.jsonl"
-    lines = [{"task": task, "turns": [f"w{n} w7"]} for task in ("chat", "code") for n in range(10)]
+    # No prompt twice, not even in another task: equal ones would stay on one side of the split.
+    last = {"chat": "w17", "code": "w18"}
+    lines = [{"task": task, "turns": [f"w{n} {word}"]} for task, word in last.items() for n in range(4, 14)]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     # The smoke profile's few, short responses; two layers, and the whole of a vocabulary below the plan's 8192 tokens.
     small = replace(

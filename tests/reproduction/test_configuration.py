@@ -85,9 +85,9 @@ def test_pre_training_and_fine_tuning_have_rows_of_their_own(name):
 
 
 def test_the_committed_table_is_that_of_the_profile(tmp_path, monkeypatch):
-    monkeypatch.setattr("dblast.reproduction.tables.FIGURES", tmp_path)
+    monkeypatch.setattr("dblast.reproduction.paths.RUNS", tmp_path)
     for path in table8(CPU).save("cpu"):
-        assert path.read_text(encoding="utf-8") == (FIGURES / path.relative_to(tmp_path)).read_text(encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == (FIGURES / path.relative_to(tmp_path / "figures")).read_text(encoding="utf-8")
 
 
 def test_a_published_drafter_has_no_pre_training_of_ours():

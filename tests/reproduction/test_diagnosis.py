@@ -33,14 +33,15 @@ from dblast.reproduction.diagnosis.plots import rejections_figure
 from dblast.reproduction.diagnosis.tables import ceiling_table
 from dblast.errors import DBlastError
 from dblast.reproduction.diagnosis.rejections import CAUSES
-from dblast.verifier import greedy_branch_distribution, soft_distribution
 from tests.helpers import (
     all_blocks,
     assert_close,
     generator,
+    greedy_branch_distribution,
     random_branches,
     random_log_prior,
     random_position_log_q,
+    soft_distribution,
 )
 
 TINY = PhraseProcess(

@@ -29,8 +29,7 @@ from dblast.reproduction.objectives import (
     position_mean,
     truncated_cross_entropy,
 )
-from dblast.verifier import soft_distribution
-from tests.helpers import assert_close, assert_same_computation, generator, random_log_prior
+from tests.helpers import assert_close, assert_same_computation, generator, random_log_prior, soft_distribution
 from tests.method.test_losses import IMPOSSIBLE, Case, gradients, mean
 
 VOCABULARY, LENGTH = 3, 3

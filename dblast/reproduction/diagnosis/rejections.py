@@ -70,8 +70,8 @@ def rejection_split(
         :data:`QUANTITIES` by name, each (N, b) float32 in [0, 1]: probabilities
         given that the emitted tokens are these, hence expected tokens per block.
     """
-    q = greedy_branch_conditional(branches, log_prior, tokens)
-    accept = acceptance_given_emitted(q, log_p)
+    q = greedy_branch_conditional(branches, log_prior.float(), tokens)
+    accept = acceptance_given_emitted(q, log_p.float())
     if valid is not None:
         accept = accept * valid
     accepted = accept.cumprod(-1)
@@ -80,8 +80,7 @@ def rejection_split(
         reached = reached * valid
     lost = reached - accepted
 
-    # The same underflow to zero as in q: a branch has mass in both places or in neither.
-    drawn = log_prior.exp() > 0
+    drawn = log_prior > float("-inf")
     offered_by_any = ((branches == tokens.unsqueeze(1)) & drawn.unsqueeze(-1)).any(1)
     likely = (candidates == tokens.unsqueeze(-1)).any(-1)
     split = {"reached": reached, "accepted": accepted}

@@ -6,6 +6,7 @@ styles (``dblast.reproduction.prompts.templates``), or read from the Tulu 3 SFT 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import urllib.request
@@ -21,6 +22,8 @@ from dblast.reproduction.prompts.templates import SHAPES, fill
 TASKS = ("maths", "chat", "code", "creative")
 
 EVALUATION_FILE = DATA / "prompts" / "evaluation.jsonl"
+#: Of its lines, whatever ends them in this checkout.
+EVALUATION_SHA256 = "cd7134b491525e067d2babd5f3c8d5591142365038e695f0ba71554d6fcb3f6a"
 
 # Most training prompts that the templates promise for one task.
 TRAINING_LIMIT_PER_TASK = 10_000
@@ -91,7 +94,7 @@ def load_prompts(source: str | Path = "bundled", tasks: Iterable[str] | None = N
         wanted = _checked_tasks(tasks)
         if source == "hub":
             return [prompt for task in wanted for prompt in _HUB_LOADERS[task]()]
-        prompts = read_prompts(EVALUATION_FILE)
+        prompts = _bundled()
     else:
         from dblast.reproduction.prompts.own import read_own, without_repeats
 
@@ -102,6 +105,14 @@ def load_prompts(source: str | Path = "bundled", tasks: Iterable[str] | None = N
     if not chosen:
         raise PromptError(f"{source}: no prompts for {', '.join(wanted)}; choose other tasks or another file")
     return chosen
+
+
+def _bundled() -> list[Prompt]:
+    """The bundled evaluation set, if it is the one that this version comes with."""
+    data = EVALUATION_FILE.read_bytes() if EVALUATION_FILE.is_file() else b""
+    if hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest() != EVALUATION_SHA256:
+        raise PromptError(f"{EVALUATION_FILE} is missing or changed; restore it with git, or give your own prompts as a JSONL file")
+    return read_prompts(EVALUATION_FILE)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -166,7 +177,7 @@ def training_prompts(
             f"{n} training prompts were asked for, but the templates give at most {limit} for "
             f"{', '.join(wanted)}; ask for fewer or use source='hub'"
         )
-    evaluation = {normalised(turn) for prompt in read_prompts(EVALUATION_FILE) for turn in prompt.turns}
+    evaluation = {normalised(turn) for prompt in _bundled() for turn in prompt.turns}
     streams = {task: _generated(task, seed, evaluation) for task in wanted}
     return [next(streams[wanted[i % len(wanted)]]) for i in range(n)]
 
