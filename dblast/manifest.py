@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 from dblast.errors import ArtefactError
 from dblast.targets import sha256_file
 
 #: SHA-256 of every other file, and an account of the training.
 MANIFEST, RECORD = "manifest.json", "training.json"
+
+
+def json_value(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have, and plain numbers for NumPy's."""
+    if isinstance(value, dict):
+        return {str(name): json_value(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_manifest(folder: Path) -> None:
