@@ -26,7 +26,7 @@ from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SETTINGS, SamplingSettings
 from dblast.support.checks import check_finite, check_number
 from dblast.support.chunked import chunked_log_q, product_dtype
-from dblast.support.files import MANIFEST, RECORD, check_manifest, write_manifest
+from dblast.support.files import MANIFEST, RECORD, check_manifest, json_value, write_manifest
 from dblast.support.progress import quiet_loading
 from dblast.targets import Target, shape_identity
 
@@ -440,7 +440,7 @@ class DBlastDrafter(PreTrainedModel):
             with quiet_loading():
                 copy.deepcopy(self).to(dtype or self.dtype).save_pretrained(scratch)
             if record is not None:
-                (scratch / RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+                (scratch / RECORD).write_text(json.dumps(json_value(record), indent=1), encoding="utf-8")
             write_manifest(scratch)
             os.replace(scratch, folder)
         except BaseException:

@@ -9,7 +9,8 @@ import torch
 
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.replay import PROPOSALS, score
+from dblast.replay import score
+from dblast.reproduction.evaluation import DEFAULT_PROPOSALS
 from dblast.reproduction.experiments import taps as tapped_layers
 from dblast.reproduction.initialise import start_drafter
 from dblast.reproduction.plans import Plan
@@ -102,7 +103,7 @@ def measure(plan: Plan, target: Target, tokens: int = 32) -> Speeds:
     finetuning = _timed_steps(ours, rows, plan.finetune_config(variant, 0))
     start = time.perf_counter()
     some = rows[:4]
-    for proposal in PROPOSALS:
+    for proposal in DEFAULT_PROPOSALS:
         score(
             ours, some, plan.category_temperatures, proposal=proposal, precision=getattr(torch, plan.finetune.precision)
         )

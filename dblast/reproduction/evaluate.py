@@ -15,7 +15,13 @@ from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.replay import PROPOSALS
-from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_temperature, readable, score_proposals
+from dblast.reproduction.evaluation import (
+    DEFAULT_PROPOSALS,
+    accepted_lengths,
+    at_calibrated_temperature,
+    readable,
+    score_proposals,
+)
 from dblast.reproduction.evaluation_plots import evaluation_figure
 from dblast.reproduction.experiments import prepare_trajectories
 from dblast.reproduction.pairs import open_pair
@@ -29,6 +35,7 @@ from dblast.reproduction.stages import digest
 from dblast.sampling import SETTINGS, get_setting
 from dblast.targets import Target
 from dblast.trajectories import EncodedPrompt
+from dblast.verifier import check_mode
 
 #: What ``drafter`` leaves beside the weights: hashes of the prompts it trained on and calibrated with.
 USED_PROMPTS = "prompts.json"
@@ -63,7 +70,7 @@ def evaluate_drafter(
     Raises:
         DBlastError: what cannot work, before anything is sampled.
     """
-    proposals, settings = list(proposals or PROPOSALS), list(settings or SETTINGS)
+    proposals, settings = list(proposals or DEFAULT_PROPOSALS), list(settings or SETTINGS)
     for proposal in proposals:
         if proposal not in PROPOSALS:
             raise DBlastError(f"unknown --proposal {proposal!r}; known: {', '.join(PROPOSALS)}")
@@ -77,6 +84,9 @@ def evaluate_drafter(
     plan = replace(plan, data=replace(plan.data, prompts=own.keep(encoded, [])))
     width = max(len(prompt.ids) for prompt in encoded) + plan.data.evaluation_tokens
     check_memory(plan, target.model.config, width)
+    for proposal in proposals:
+        if proposal != "branches":
+            check_mode(proposal, config.num_categories)
     drafter = DBlastDrafter.load(name, dtype=torch.float32).to(target.device).attach(target)
     texts = {setting: list(prepare_trajectories(plan, setting, target)) for setting in settings}
     known = config.category_temperatures or {}

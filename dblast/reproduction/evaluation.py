@@ -15,11 +15,20 @@ import torch
 
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.replay import PROPOSALS, score
+from dblast.replay import score
 from dblast.reproduction.estimates import Estimate, ratio_with_influence, standard_error
 from dblast.reproduction.plans import CATEGORY_TEMPERATURES
 from dblast.trajectories import Trajectory
+from dblast.trees import TREE_NODES
 
+#: What is scored unless something else is asked for; the tree has :data:`dblast.trees.TREE_NODES` nodes.
+DEFAULT_PROPOSALS = ("greedy_branch", "soft", "tree")
+#: How proposals are called where people read them.
+PROPOSAL_NAMES = {
+    "greedy_branch": "greedy branch",
+    "tree": f"tree of {TREE_NODES} nodes",
+    "branches": "tree of the greedy branches",
+}
 #: Columns that name what was scored.
 NAMES = ["drafter", "K", "proposal", "setting"]
 #: The row over all tasks, weighted by their text.
@@ -38,7 +47,7 @@ def score_proposals(
     trajectories: Mapping[str, Iterable[Trajectory]],
     name: str,
     *,
-    proposals: Sequence[str] = PROPOSALS,
+    proposals: Sequence[str] = DEFAULT_PROPOSALS,
     category_temperatures: Sequence[float] = CATEGORY_TEMPERATURES,
     precision: torch.dtype = torch.float32,
 ) -> pd.DataFrame:
@@ -155,7 +164,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     shown = table[["setting", "task", "drafter", "K", "proposal"]].copy()
     # Without category heads there is one block, as with one category.
     shown["K"] = table.K.clip(lower=1)
-    shown["proposal"] = table.proposal.str.replace("_", " ")
+    shown["proposal"] = table.proposal.map(lambda name: PROPOSAL_NAMES.get(name, name))
     shown["Z_T"] = [f"{value:g}" if np.isfinite(value) else "" for value in table.category_temperature]
     for name in ("in_loop", "per_anchor"):
         shown[HEADINGS[name]] = [_with_interval(row, name) for _, row in table.iterrows()]

@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dblast.reproduction.evaluation import ALL
+from dblast.reproduction.evaluation import ALL, PROPOSAL_NAMES
 from dblast.reproduction.plotting import STYLE, TWO_COLUMNS, interval_bars
 
 #: Okabe and Ito's palette without black.
@@ -39,7 +39,7 @@ def evaluation_figure(table: pd.DataFrame) -> Figure:
                     rows.in_loop,
                     width,
                     color=_COLOURS[i % len(_COLOURS)],
-                    label=f"{drafter}, {proposal.replace('_', ' ')}",
+                    label=f"{drafter}, {PROPOSAL_NAMES.get(proposal, proposal)}",
                 )
                 panel.errorbar(places, rows.in_loop, yerr=bars, fmt="none", ecolor="black", elinewidth=0.8)
             panel.set_xticks(range(len(tasks)), tasks, rotation=20 if len(tasks) > 3 else 0)

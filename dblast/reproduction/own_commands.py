@@ -102,7 +102,10 @@ def evaluate(
     prompts: Prompts = "bundled",
     target: Annotated[str | None, typer.Option(help="Its target (default: the one it remembers).")] = None,
     proposal: Annotated[
-        list[str] | None, typer.Option(help="greedy_branch or soft; may be repeated (default: both).")
+        list[str] | None,
+        typer.Option(
+            help="greedy_branch, soft, tree, branches; independent for K = 1; may be repeated (default: three)."
+        ),
     ] = None,
     setting: Annotated[
         list[str] | None, typer.Option(help="high, medium or low; may be repeated (default: all).")

@@ -137,8 +137,8 @@ def write_report(
             "after every rejection; this is what decoding is sped up by. Per anchor: averaged over all places of the "
             "text alike, which is higher. Both by replay of stored answers. Z_T, the temperature with which a branch "
             "is drawn, was chosen on other prompts. Greedy branch: a branch is drawn, and its likeliest tokens are the "
-            "draft; soft: tokens are drawn inside the branch. The start drafter is the one before fine-tuning, with "
-            "one block (K = 1).",
+            "draft; soft: tokens are drawn inside the branch; tree: the heaviest beginnings of blocks, all scored in "
+            "one target pass, which is wider. The start drafter is the one before fine-tuning, with one block (K = 1).",
             readable(overall(accepted)),
             png(evaluation_figure(accepted)),
             "accepted_lengths.png",

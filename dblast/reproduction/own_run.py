@@ -241,7 +241,7 @@ class Work:
         scratch = out.with_name(out.name + ".part")
         shutil.rmtree(scratch, ignore_errors=True)
         try:
-            drafter.save(scratch, _plain(record), dtype=torch.bfloat16)
+            drafter.save(scratch, record, dtype=torch.bfloat16)
             used = {"training": open_own(plan.data.prompts, "training"), "calibration": self._calibrating(plan)}
             hashes = {name: sorted({prompt_hash(p.ids) for p in rows}) for name, rows in used.items()}
             (scratch / USED_PROMPTS).write_text(json.dumps(hashes, indent=0), encoding="utf-8")
@@ -311,17 +311,6 @@ def stored_step(state: Path) -> int:
             return int(json.loads(file.metadata()["state"].split(" ", 1)[1])["step"])
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError):
         return 0
-
-
-def _plain(value):
-    """JSON-like, without NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and value != value else value
 
 
 def temperatures(table: pd.DataFrame) -> dict[str, float]:

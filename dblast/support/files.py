@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dblast.errors import ArtefactError
 
@@ -45,6 +47,16 @@ def sha256_file(path: Path) -> str:
 
 #: SHA-256 of every other file, and an account of the training.
 MANIFEST, RECORD = "manifest.json", "training.json"
+
+
+def json_value(value: Any) -> Any:
+    """The value with null for NaN and infinity, which JSON does not have, and plain numbers for NumPy's."""
+    if isinstance(value, dict):
+        return {str(name): json_value(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    value = value.item() if hasattr(value, "item") else value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_manifest(folder: Path) -> None:

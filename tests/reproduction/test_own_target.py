@@ -224,7 +224,7 @@ def test_a_killed_run_goes_on_and_what_comes_out_is_whole(own, request_, slow, t
     said.clear()
     table = evaluate_drafter(str(out), request_.prompts, response_tokens=12, say=said.append, csv=tmp_path / "t.csv")
     assert any("trained or calibrated this drafter and are left out" in line for line in said)
-    assert set(table.proposal) == {"greedy_branch", "soft"} and (tmp_path / "t.csv").exists()
+    assert set(table.proposal) == {"greedy_branch", "soft", "tree"} and (tmp_path / "t.csv").exists()
     greedy = table[(table.proposal == "greedy_branch") & (table.task == "all")].set_index("setting")
     assert dict(greedy.category_temperature) == drafter.config.category_temperatures
 
