@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
@@ -13,7 +15,6 @@ from dblast.errors import DBlastError
 if TYPE_CHECKING:
     from dblast.decoding import Generated
     from dblast.trees import Tree, TreeOutcome
-
 
 
 #: Kind of token: (HTML background, ANSI code, marks around it where there are no colours, what it is).
