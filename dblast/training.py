@@ -11,12 +11,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
 from dblast.backbone import DBlastConfig
+from dblast.checks import check_number, check_whole
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
 from dblast.losses import AL_CONSTRUCTIONS, get_loss
@@ -200,6 +202,12 @@ class TrainingConfig:
     checkpoint_every: int = 25
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, str) and not isinstance(value, str):
+                raise DBlastError(f"{field.name} must be a word, got {value!r:.60}")
+            if isinstance(value, np.generic):  # which JSON does not know
+                object.__setattr__(self, field.name, value.item())
         get_loss(self.loss)
         if self.construction not in AL_CONSTRUCTIONS:
             raise DBlastError(f"unknown AL construction {self.construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
@@ -208,11 +216,16 @@ class TrainingConfig:
         if self.optimizer not in OPTIMIZERS:
             raise DBlastError(f"unknown optimizer {self.optimizer!r}; known optimizers: {', '.join(OPTIMIZERS)}")
         for name in ("steps", "sequences", "anchors", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise DBlastError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "matrix_learning_rate"):
-            if not getattr(self, name) > 0:
+            check_whole(name, getattr(self, name), 1)
+        check_whole("seed", self.seed, 0)
+        for name in ("learning_rate", "matrix_learning_rate", "max_norm"):
+            check_number(name, getattr(self, name))
+            if getattr(self, name) <= 0:
                 raise DBlastError(f"{name} must be positive, got {getattr(self, name)}")
+        check_number("tau", self.tau, 0)
+        check_number("warmup_ratio", self.warmup_ratio, 0)
+        if self.warmup_ratio > 1:
+            raise DBlastError(f"warmup_ratio must be at most 1, got {self.warmup_ratio}")
 
     @property
     def blocks_per_step(self) -> int:
