@@ -7,7 +7,7 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from dblast.checks import check_number, is_whole
+from dblast.support.checks import check_number, is_whole
 from dblast.errors import DBlastError
 
 

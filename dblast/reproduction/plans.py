@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dblast.checks import check_whole
+from dblast.support.checks import check_whole
 from dblast.errors import DBlastError
 from dblast.reproduction import objectives  # noqa: F401  (adds the losses of other papers to dblast.losses.LOSSES)
 from dblast.reproduction.fields import check_fields
