@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
 from dblast.losses import AL_CONSTRUCTIONS, get_loss
+from dblast.support.checks import check_number, check_whole
 from dblast.support.progress import progress
+from dblast.support.states import below, read_state, write_state
 from dblast.targets import Target
 from dblast.trajectories import AnchorBatch, Trajectory, TrajectorySet, pack
 
@@ -200,6 +198,12 @@ class TrainingConfig:
     checkpoint_every: int = 25
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, str) and not isinstance(value, str):
+                raise DBlastError(f"{field.name} must be a word, got {value!r:.60}")
+            if isinstance(value, np.generic):  # which JSON does not know
+                object.__setattr__(self, field.name, value.item())
         get_loss(self.loss)
         if self.construction not in AL_CONSTRUCTIONS:
             raise DBlastError(f"unknown AL construction {self.construction!r}; known: {', '.join(AL_CONSTRUCTIONS)}")
@@ -208,11 +212,16 @@ class TrainingConfig:
         if self.optimizer not in OPTIMIZERS:
             raise DBlastError(f"unknown optimizer {self.optimizer!r}; known optimizers: {', '.join(OPTIMIZERS)}")
         for name in ("steps", "sequences", "anchors", "evaluate_every", "checkpoint_every"):
-            if getattr(self, name) < 1:
-                raise DBlastError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("learning_rate", "matrix_learning_rate"):
-            if not getattr(self, name) > 0:
+            check_whole(name, getattr(self, name), 1)
+        check_whole("seed", self.seed, 0)
+        for name in ("learning_rate", "matrix_learning_rate", "max_norm"):
+            check_number(name, getattr(self, name))
+            if getattr(self, name) <= 0:
                 raise DBlastError(f"{name} must be positive, got {getattr(self, name)}")
+        check_number("tau", self.tau, 0)
+        check_number("warmup_ratio", self.warmup_ratio, 0)
+        if self.warmup_ratio > 1:
+            raise DBlastError(f"warmup_ratio must be at most 1, got {self.warmup_ratio}")
 
     @property
     def blocks_per_step(self) -> int:
@@ -260,25 +269,6 @@ def loss_and_coverage(
         settings |= {"log_q_candidates": log_q[..., 1:], "log_p_candidates": batch.support_log_p}
     value = loss(realised, out.log_prior(), batch.log_p, drafted, **settings)
     return value, drafted.sum().item() / batch.valid.sum().item()
-
-
-def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    scratch = path.with_name(path.name + ".part")
-    write(scratch)
-    os.replace(scratch, path)
-
-
-def _below(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _state_digest(header: str, tensors: dict[str, torch.Tensor]) -> str:
-    """SHA-256 over a checkpoint's header and tensors, which safetensors itself does not keep."""
-    found = hashlib.sha256(header.encode())
-    for name in sorted(tensors):
-        found.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        found.update(tensors[name].reshape(-1).view(torch.uint8).numpy())
-    return found.hexdigest()
 
 
 def make_optimizers(drafter: DBlastDrafter, config: TrainingConfig) -> list[torch.optim.Optimizer]:
@@ -341,20 +331,15 @@ class Trainer:
         return loss.item()
 
     def save(self, path: Path, key: str = "") -> None:
-        """Store everything a later run needs to go on as if it had never stopped: safetensors with a JSON header."""
+        """Store everything a later run needs to go on as if it had never stopped."""
         tensors = {f"model.{name}": value for name, value in self.drafter.state_dict().items()}
         for number, optimizer in enumerate(self.optimizers):
             for index, entries in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in entries.items()}
         order, generator = self.sampler.state().values()
         tensors |= {"sampler.order": torch.tensor(order, dtype=torch.long), "sampler.generator": generator}
-        tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
         header = {"config": dataclasses.asdict(self.config), "key": key, "step": self.step}
-        header |= {"history": self.history, "recent": self.recent}
-        text = json.dumps(header)
-        # One entry: of several, safetensors does not keep the order.
-        metadata = {"state": f"{_state_digest(text, tensors)} {text}"}
-        _write_atomically(path, lambda scratch: save_file(tensors, scratch, metadata))
+        write_state(path, header | {"history": self.history, "recent": self.recent}, tensors)
 
     def load(self, path: Path, key: str = "") -> None:
         """Restore :meth:`save`'s state.
@@ -362,26 +347,18 @@ class Trainer:
         Raises:
             ArtefactError: the file is damaged or belongs to another configuration, drafter or ``key``.
         """
-        try:
-            with safe_open(path, "pt") as file:
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                stated, text = file.metadata()["state"].split(" ", 1)
-            header = json.loads(text)
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
-            raise ArtefactError(f"checkpoint {path} is damaged ({type(error).__name__}); delete it and rerun") from error
-        if _state_digest(text, tensors) != stated:
-            raise ArtefactError(f"checkpoint {path} is damaged (another checksum); delete it and rerun")
+        header, tensors = read_state(path)
         if header["config"] != dataclasses.asdict(self.config):
             raise ArtefactError(f"checkpoint {path} belongs to another training configuration; use another folder")
         if header["key"] != key:
             raise ArtefactError(f"checkpoint {path} belongs to another run; delete it and rerun")
         try:
-            self.drafter.load_state_dict(_below("model.", tensors))
+            self.drafter.load_state_dict(below("model.", tensors))
         except RuntimeError as error:
             raise ArtefactError(f"checkpoint {path} is of a drafter of another shape; use another folder") from error
         for number, optimizer in enumerate(self.optimizers):
             state: dict[int, dict] = {}
-            for name, value in _below(f"optimizer.{number}.", tensors).items():
+            for name, value in below(f"optimizer.{number}.", tensors).items():
                 index, entry = name.split(".", 1)
                 state.setdefault(int(index), {})[entry] = value
             # Groups follow from the configuration.

@@ -170,6 +170,8 @@ def pretrain_stage(plan: Plan) -> Stage:
     spec = {
         "trajectories": trajectory_stage(plan, "training").key,
         "curve": trajectory_stage(plan, plan.data.training_setting).key,
+        # Curves are measured on calibration prompts.
+        "calibration_fraction": plan.data.calibration_fraction,
         "drafter": asdict(plan.drafter),
         "pretrain": asdict(plan.pretrain),
     }
@@ -293,6 +295,7 @@ def variant_stage(plan: Plan, variant: Variant, seed: int) -> Stage:
         "trajectories": trajectory_stage(plan, "training").key,
         "curve": trajectory_stage(plan, plan.data.training_setting).key,
         "evaluation": [trajectory_stage(plan, setting).key for setting in plan.data.settings],
+        "calibration_fraction": plan.data.calibration_fraction,
         "variant": asdict(variant),
         "training": asdict(plan.finetune_config(variant, seed)),
         "category_temperatures": plan.category_temperatures,

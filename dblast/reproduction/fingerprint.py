@@ -21,7 +21,7 @@ PACKAGE = "dblast"
 IGNORED = tuple(
     f"{PACKAGE}.{name}"
     for name in (
-        "errors", "show", "support.checks", "support.files", "support.progress", "reproduction.identity",
+        "errors", "show", "support.checks", "support.files", "support.progress", "support.states", "reproduction.identity",
         "reproduction.plans", "reproduction.profiles", "reproduction.progress", "reproduction.stages",
     )
 )  # fmt: skip

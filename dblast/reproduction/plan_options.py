@@ -65,7 +65,7 @@ def customise(
             raise DBlastError("--model needs a plan for loaded targets; add --target smollm2")
         if model == "tiny":
             raise DBlastError("'tiny' is the target that profiles train: give --target tiny, or ./tiny for a folder")
-        plan = replace(plan, target=model, label=Path(model).name)
+        plan = replace(plan, target=model, label=Path(model).resolve().name or "model")
     if mask_token_id is not None and plan.tiny is not None:
         raise DBlastError("--mask-token-id is for loaded targets, the tiny one has its own; add --target smollm2")
     if (model is not None or layers is not None) and plan.drafter.start == "shipped":

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from dblast.support.checks import check_whole
 from dblast.errors import DBlastError
 from dblast.reproduction import objectives  # noqa: F401  (adds the losses of other papers to dblast.losses.LOSSES)
+from dblast.reproduction.fields import check_fields
 from dblast.reproduction.language.synthetic import KINDS
 from dblast.reproduction.prompts.sources import load_prompts
 from dblast.sampling import get_setting
 from dblast.training import TrainingConfig
 
+#: Seeds up to here leave room for what is added to them, for every generator in use.
+LARGEST_SEED = 2**62
+#: What a loaded target may compute in.
+PRECISIONS = ("float32", "bfloat16", "float16")
 CATEGORY_TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4)
 
 
@@ -172,41 +179,52 @@ class Plan:
         """Refuse a plan that cannot work, before anything expensive starts.
 
         Raises:
-            DBlastError: block length or K below 1, a count below 1, an unknown
-                task or setting, or prompts that cannot be read.
+            DBlastError: a value of another type, NaN or infinite; a count or seed out of range; nothing to train or
+                score; an unknown task, setting or precision; prompts that cannot be read.
         """
-        data = self.data
-        if self.drafter.block_length < 1:
-            raise DBlastError(f"block length b must be at least 1, got {self.drafter.block_length}")
-        if self.drafter.layers < 1:
-            raise DBlastError(f"number of draft layers must be at least 1, got {self.drafter.layers}")
+        check_fields(self)
+        shape, diagnosis = self.drafter, self.diagnosis
+        check_whole("block length b", shape.block_length, 1)
+        check_whole("number of draft layers", shape.layers, 1)
+        check_whole("draft_vocabulary", shape.draft_vocabulary, 0)
+        for name in ("taps", "start_layers"):
+            for layer in getattr(shape, name) or ():
+                check_whole(f"{name}: a target layer", layer, 0)
+        if shape.mask_token_id is not None:
+            check_whole("mask_token_id", shape.mask_token_id, 0)
+        for name in ("label", "target"):
+            if not getattr(self, name).strip():
+                raise DBlastError(f"{name} is empty; give the target a name")
+        if Path(self.label).name != self.label:
+            raise DBlastError(f"label {self.label!r} must be usable as part of a file's name")
+        for name in ("variants", "seeds", "category_temperatures"):
+            if not getattr(self, name):
+                raise DBlastError(f"{name} is empty; give at least one")
         for variant in self.variants:
-            if variant.K < 1:
-                raise DBlastError(f"number of categories K must be at least 1, got {variant.K}")
+            check_whole("number of categories K", variant.K, 1)
             self.finetune_config(variant, 0)
-        for name in ("training_prompts", "training_tokens", "evaluation_tokens", "batch_size"):
-            if getattr(data, name) < 1:
-                raise DBlastError(f"{name} must be at least 1, got {getattr(data, name)}")
-        for name in (*data.settings, data.training_setting):
-            get_setting(name)
-        if data.training_setting not in data.settings:
-            raise DBlastError(f"the training setting {data.training_setting!r} must be one of the evaluation settings")
-        for value in self.category_temperatures:
-            if value < 0:
+        for value in (*self.category_temperatures, diagnosis.category_temperature):
+            if not value >= 0:
                 raise DBlastError(f"category temperature must not be negative, got {value}")
-        if data.prompts == "synthetic":
-            unknown = set(data.tasks or ()) - set(KINDS)
-            if unknown:
-                raise DBlastError(f"unknown task {sorted(unknown)[0]!r}; the tasks are {', '.join(KINDS)}")
-        elif data.prompts != "hub" and not data.prompts.startswith("own:"):
-            load_prompts(data.prompts, data.tasks)
-        diagnosis = self.diagnosis
-        get_setting(diagnosis.setting)
+        if self.precision not in PRECISIONS:
+            raise DBlastError(f"precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}")
+        parts = [*self.seeds, self.data.seed, shape.seed, diagnosis.seed]
+        if self.tiny is not None:
+            check_whole("steps of the tiny target", self.tiny.steps, 1)
+            check_whole("batch_size of the tiny target", self.tiny.batch_size, 1)
+            if not self.tiny.learning_rate > 0:
+                raise DBlastError(f"learning_rate of the tiny target must be positive, got {self.tiny.learning_rate}")
+            parts.append(self.tiny.seed)
+        for seed in parts:
+            if not 0 <= seed <= LARGEST_SEED:
+                raise DBlastError(f"a seed must lie in 0..{LARGEST_SEED}, got {seed}")
+        for data in (self.data, self.pretrain_data):
+            if data is not None:
+                _check_data(data)
         for name in ("oracle_prefixes", "training_prompts", "points", "continuations", "rejection_anchors"):
-            if getattr(diagnosis, name) < 1:
-                raise DBlastError(f"{name} must be at least 1, got {getattr(diagnosis, name)}")
-        if diagnosis.oracle_continuations < 2:
-            raise DBlastError(f"oracle_continuations must be at least 2, got {diagnosis.oracle_continuations}")
+            check_whole(name, getattr(diagnosis, name), 1)
+        check_whole("oracle_continuations", diagnosis.oracle_continuations, 2)
+        get_setting(diagnosis.setting)
 
     def figure1(self) -> Plan:
         """The plan of Figure 1's drafters: K = 1 with NLL and K = 4 with AL, fine-tuned on text of one task and setting."""
@@ -226,6 +244,26 @@ class Plan:
     def finetune_config(self, variant: Variant, seed: int) -> TrainingConfig:
         """The fine-tuning configuration of one variant and seed."""
         return replace(self.finetune, loss=variant.loss, construction=variant.construction, seed=seed)
+
+
+def _check_data(data: DataConfig) -> None:
+    for name in ("training_prompts", "training_tokens", "evaluation_tokens", "batch_size"):
+        check_whole(name, getattr(data, name), 1)
+    check_whole("evaluation_per_task", data.evaluation_per_task, 1 if data.prompts == "synthetic" else 0)
+    if not 0 < data.calibration_fraction < 1:
+        raise DBlastError(f"calibration_fraction must lie strictly between 0 and 1, got {data.calibration_fraction}")
+    if not 0 <= data.seed <= LARGEST_SEED:
+        raise DBlastError(f"a seed must lie in 0..{LARGEST_SEED}, got {data.seed}")
+    for name in (*data.settings, data.training_setting):
+        get_setting(name)
+    if data.training_setting not in data.settings:
+        raise DBlastError(f"the training setting {data.training_setting!r} must be one of the evaluation settings")
+    if data.prompts == "synthetic":
+        unknown = set(data.tasks or ()) - set(KINDS)
+        if unknown:
+            raise DBlastError(f"unknown task {sorted(unknown)[0]!r}; the tasks are {', '.join(KINDS)}")
+    elif data.prompts != "hub" and not data.prompts.startswith("own:"):
+        load_prompts(data.prompts, data.tasks)
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,19 @@ def parse_parameters(pairs: list[str]) -> dict:
         if not separator or not name:
             raise DBlastError(f"parameter {pair!r} is not of the form NAME=VALUE")
         if name == "profile":
-            raise DBlastError(f"the profile is chosen with --profile {value or 'NAME'}, not as a parameter")
+            chosen = value if value.isidentifier() else "NAME"
+            raise DBlastError(f"the profile is chosen with --profile {chosen}, not as a parameter")
         try:
             parsed[name] = yaml.safe_load(value)
             # YAML takes a number without a point, such as 1e-3, for a word.
             if isinstance(parsed[name], str) and _EXPONENT.fullmatch(value.strip()):
                 parsed[name] = float(value)
-        except (yaml.YAMLError, ValueError):
-            raise DBlastError(f"the value of parameter {pair!r} cannot be read; give a number, true, false or a word") from None
+            if not isinstance(parsed[name], bool | int | float | str | None):
+                raise ValueError(value)
+        except (yaml.YAMLError, ValueError, RecursionError):
+            raise DBlastError(
+                f"the value of parameter {pair[:200]!r} cannot be read; give a number, true, false or a word"
+            ) from None
         # Notebooks record their parameters as JSON, which has neither; YAML's spellings, and the usual ones, which
         # are words to YAML.
         if value.strip().lower() in _NO_NUMBERS or (isinstance(parsed[name], float) and not math.isfinite(parsed[name])):

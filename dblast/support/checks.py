@@ -25,7 +25,11 @@ def check_number(name: str, value: Any, least: float = -math.inf) -> None:
     """
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise DBlastError(f"{name} must be a number, got {type(value).__name__}")
-    if not math.isfinite(value):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        raise DBlastError(f"{name} is too large") from None
+    if not finite:
         raise DBlastError(f"{name} must be finite, got {value}")
     if value < least:
         raise DBlastError(f"{name} must be at least {least:g}, got {value}")

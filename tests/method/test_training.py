@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from dblast import training
+from dblast.support import states
 from dblast.training import AnchorSampler
 from dblast.trajectories import pack
 from dblast.backbone import DBlastConfig
@@ -340,7 +340,7 @@ def test_a_kill_while_writing_keeps_the_earlier_checkpoint(llama, make_drafter, 
         path.write_bytes(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(training, "save_file", cut_off)
+    monkeypatch.setattr(states, "save_file", cut_off)
     with pytest.raises(KeyboardInterrupt):
         train(make_drafter(llama), trajectories, SMALL, tmp_path / "b", stop_after=8)
     monkeypatch.undo()

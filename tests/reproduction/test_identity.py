@@ -103,6 +103,14 @@ def test_a_drafter_retrained_in_place_is_another_start(llama, make_drafter, tmp_
     assert experiments.pretrain_stage(plan).key != before
 
 
+def test_the_calibration_split_counts_where_it_is_used():
+    """Scores say which split a prompt belongs to, training curves are measured on one of them."""
+    plan = get_profile("smoke").plan("tiny")
+    other = replace(plan, data=replace(plan.data, calibration_fraction=0.3))
+    ours, theirs = keys(plan), keys(other)
+    assert ours[:2] == theirs[:2] and not set(ours[2:]) & set(theirs[2:])
+
+
 def test_the_bundled_target_is_the_pinned_file():
     assert model_identity("smollm2") == SMOLLM2_SHA256
 

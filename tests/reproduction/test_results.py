@@ -34,7 +34,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_table_is_read_back_and_not_computed_again(folder, monkeypatch):
-    made = open_table(PROFILE, "tiny", "scores")
+    made = open_table(PROFILE, "tiny", "scores", recompute=True)
     monkeypatch.setitem(results.TABLES, "scores", lambda plan: pytest.fail("computed again"))
     pd.testing.assert_frame_equal(open_table(PROFILE, "tiny", "scores"), made)
     assert sorted(path.name for path in folder.glob("[!.]*")) == ["provenance.json", "tiny-scores.parquet"]
@@ -62,7 +62,7 @@ def test_runs_that_write_at_once_lose_no_provenance(folder, monkeypatch):
 
 
 def test_a_table_of_another_plan_is_refused(folder):
-    open_table(PROFILE, "tiny", "scores")
+    open_table(PROFILE, "tiny", "scores", recompute=True)
     plan = PROFILE.plan("tiny")
     other = replace(PROFILE, plans=(replace(plan, seeds=(7,)),))
     with pytest.raises(ArtefactError) as error:
@@ -71,7 +71,7 @@ def test_a_table_of_another_plan_is_refused(folder):
 
 
 def test_a_table_without_provenance_is_refused(folder):
-    open_table(PROFILE, "tiny", "scores")
+    open_table(PROFILE, "tiny", "scores", recompute=True)
     (folder / "provenance.json").unlink()
     with pytest.raises(ArtefactError) as error:
         open_table(PROFILE, "tiny", "scores")
@@ -80,7 +80,7 @@ def test_a_table_without_provenance_is_refused(folder):
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"x"'])
 def test_damaged_provenance_is_refused_before_anything_is_computed(folder, monkeypatch, text):
-    open_table(PROFILE, "tiny", "scores")
+    open_table(PROFILE, "tiny", "scores", recompute=True)
     (folder / "provenance.json").write_text(text)
     monkeypatch.setitem(results.TABLES, "scores", lambda plan: pytest.fail("computed"))
     with pytest.raises(ArtefactError) as error:
@@ -99,7 +99,7 @@ def test_committed_provenance_is_that_of_its_configuration():
 
 
 def test_no_room_for_a_table_is_one_line_and_leaves_the_earlier_one(folder, monkeypatch):
-    open_table(PROFILE, "tiny", "scores")
+    open_table(PROFILE, "tiny", "scores", recompute=True)
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -14,7 +14,7 @@ import pytest
 from filelock import FileLock
 from typer.testing import CliRunner
 
-from dblast import targets
+from dblast import sampling
 from dblast.errors import ArtefactError
 from dblast.reproduction import stages
 from dblast.reproduction.cli import app
@@ -151,7 +151,7 @@ def hashed(monkeypatch):
         names.append(Path(file.name).name)
         return digest_of(file, algorithm)
 
-    monkeypatch.setattr(targets.hashlib, "file_digest", counting)
+    monkeypatch.setattr(hashlib, "file_digest", counting)
     return names
 
 
@@ -299,7 +299,7 @@ def states() -> dict[str, str]:
 @pytest.fixture
 def mixed(work, cache_folder):
     """One artefact of every state; the outdated ones were made by code that is no more, or from such an artefact."""
-    made = {name: Stage("kind", {"x": name}, targets.sha256_file) for name in ("finished", "damaged", "old")}
+    made = {name: Stage("kind", {"x": name}, sampling.get_setting) for name in ("finished", "damaged", "old")}
     for stage in made.values():
         stage.run(work)
     made["child"] = Stage("other", {"upstream": [{"old": made["old"].key}]})
@@ -308,7 +308,7 @@ def mixed(work, cache_folder):
     made["grandchild"].run(work)
     path = made["old"].folder / RECORD
     record = json.loads(path.read_text())
-    record["code"] = ["dblast.targets.gone"]
+    record["code"] = ["dblast.sampling.gone"]
     record.pop("digest")
     path.write_text(json.dumps(record | {"digest": digest(record)}))
     (made["damaged"].folder / "a.txt").write_text("changed")

@@ -129,7 +129,11 @@ def read_prompts(path: Path) -> list[Prompt]:
         raise PromptError(f"{path}: no such prompt file; give a JSONL file, 'bundled' or 'hub'")
     prompts: list[Prompt] = []
     first_line: dict[str, int] = {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), start=1):
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise PromptError(f"{path}: cannot be read ({error.strerror})") from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -239,6 +243,8 @@ def _parse_line(line: bytes, number: int, where: str) -> Prompt:
         raise PromptError("not UTF-8 text") from None
     except json.JSONDecodeError as error:
         raise PromptError(f"not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets thousands deep
+        raise PromptError(f"JSON that cannot be read ({type(error).__name__})") from None
     if not isinstance(record, dict):
         raise PromptError('not an object such as {"task": ..., "turns": [...]} or {"prompt": "..."}')
     raw = "prompt" in record
@@ -257,6 +263,10 @@ def _parse_line(line: bytes, number: int, where: str) -> Prompt:
     identifier = record.get("id", f"{task}-line{number}")
     if not isinstance(identifier, str) or not identifier:
         raise PromptError("'id' must be a string that is not empty")
+    try:
+        "".join((identifier, task, *turns)).encode("utf-8")
+    except UnicodeEncodeError:
+        raise PromptError("a text holds half of a character (a lone surrogate such as \\ud800)") from None
     return Prompt(identifier, task, tuple(turns), raw, where)
 
 
