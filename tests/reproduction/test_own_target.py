@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,8 @@ def test_an_output_that_exists_or_cannot_be_made_is_refused(request_, tmp_path):
         check_request(request_, tmp_path)
     with pytest.raises(DBlastError, match="is no folder"):
         check_request(request_, tmp_path / "absent" / "out")
+    with pytest.raises(DBlastError, match="cannot be made"):
+        check_request(request_, Path("/proc/out"))
 
 
 def test_one_process_makes_an_output_at_a_time(tmp_path):
