@@ -1,5 +1,6 @@
 # Two commands matter: `make reproduce` and `make test`. Each sets itself up.
-PYTHON ?= python3.11
+# The first of these that runs (a name alone may be a version manager's placeholder); or PYTHON=/path/to/one.
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13; do $$name -c "import venv" 2>/dev/null && echo $$name && break; done)
 PROFILE ?= cpu
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,8 +24,9 @@ help:
 
 # The environment is rebuilt when its definition changes.
 $(READY): pyproject.toml constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or set PYTHON=/path/to/it"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@python="$(PYTHON)"; command -v "$$python" >/dev/null || \
+		{ echo "$${python:-python3.11, python3.12 or python3.13} not found: install one or set PYTHON=/path/to/it"; exit 1; }; \
+	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[reproduction,test]"
 	@touch $(READY)
 

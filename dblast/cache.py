@@ -19,9 +19,9 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin
 
-from dblast.checks import check_finite
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
+from dblast.support.checks import check_finite
 from dblast.targets import attention_mask, check_supported, last_position, tap_features
 
 if TYPE_CHECKING:

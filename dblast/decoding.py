@@ -7,7 +7,7 @@ The output is distributed as plain sampling from the target, whatever the drafte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,14 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from dblast.cache import BlockDecoder
-from dblast.checks import check_finite, check_whole, prompt_tensors, token_ids
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.generation_options import read_options
 from dblast.sampling import LARGEST, SamplingSettings
+from dblast.support.checks import check_finite, check_whole, prompt_tensors, token_ids
+from dblast.support.generation_options import read_options
 from dblast.targets import Target
-from dblast.trees import TREE_NODES, Tree, TreeOutcome, draft_tree, walk
-from dblast.verifier import BlockOutcome, Proposal, check_drafting, check_output, nothing_drafted, propose, verify_block
+from dblast.trees import TREE_NODES, draft_tree, walk
+from dblast.verifier import check_drafting, check_output, nothing_drafted, propose, verify_block
 
 
 @dataclass(frozen=True)
@@ -163,38 +163,29 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
     steps: list[list[Step]] = [[] for _ in prompts]
     active = list(range(len(prompts)))
+    take: Callable[..., Pass] = step
+    if mode == "tree":
+        take, drafting = tree_step, {"nodes": nodes, "category_temperature": category_temperature}
     decoder.start(prompts, reserve=max_new_tokens + (nodes if mode == "tree" else 0))
     while active:
         left = [max_new_tokens - len(new[row]) for row in active]
-        # The pass's own token needs room, so a block never drafts past the longest budget.
-        length = min(drafter.config.block_length, max(left) - 1)
-        if mode == "tree" and length:
-            tree, outcome = _tree_step(decoder, settings, nodes, category_temperature, generator)
-            drafted, categories, path = outcome.drafted, [-1] * len(active), outcome.path
-            unrefused = outcome.leaf.tolist()
-            inside = tree.depth < torch.tensor(left, device=tree.depth.device).unsqueeze(1)
-            room = (tree.valid & inside).sum(1).tolist()
-        else:
-            proposal, outcome = step(decoder, length, settings, generator, **drafting)
-            drafted, categories, path = proposal.drafted, proposal.category.tolist(), None
-            unrefused = (outcome.accepted == length).tolist()
-            room = [min(length, budget - 1) for budget in left]
-        accepted = outcome.accepted.tolist()
-        block = torch.cat([drafted, outcome.token.unsqueeze(1)], dim=1).tolist()
-        for i, (row, category) in enumerate(zip(active, categories, strict=True)):
+        done = take(decoder, left, settings, generator, **drafting)
+        accepted = done.accepted.tolist()
+        block = torch.cat([done.drafted, done.token.unsqueeze(1)], dim=1).tolist()
+        for i, row in enumerate(active):
             tokens = [*block[i][: accepted[i]], block[i][-1]][: left[i]]
             end = next((j + 1 for j, token in enumerate(tokens) if token in eos), len(tokens))
             whole = end == accepted[i] + 1
-            ending = "accepted" if not whole else "bonus" if unrefused[i] else "replacement"
+            ending = "accepted" if not whole else "bonus" if done.unrefused[i] else "replacement"
             position = len(prompts[row]) + len(new[row])
-            steps[row].append(Step(position, category, room[i], end - 1, end, ending))
+            steps[row].append(Step(position, done.category[i], done.room[i], end - 1, end, ending))
             new[row] += tokens[:end]
             if streamer is not None:
                 streamer.put(torch.tensor(tokens[:end]))
         going = [i for i, row in enumerate(active) if len(new[row]) < max_new_tokens and new[row][-1] not in eos]
         active = [active[i] for i in going]
         if active:
-            decoder.commit(accepted, outcome.token, path)
+            decoder.commit(accepted, done.token, done.path)
             if len(going) < len(accepted):
                 decoder.keep(going)
     if streamer is not None:
@@ -202,42 +193,78 @@ def generate(
     return Generated(prompts, [torch.tensor(row) for row in new], steps)
 
 
+@dataclass
+class Pass:
+    """What one target pass made of N sequences.
+
+    Attributes:
+        drafted: (N, d) draft tokens; of a tree, those along the accepted path.
+        accepted: (N,) how many of them are accepted.
+        token: (N,) the target's own token after those.
+        category: N drawn categories; -1 where nothing was drafted, or a tree.
+        room: N numbers of draft tokens that the budget left room for.
+        unrefused: N times whether nothing was turned down: the target's own token is a bonus.
+        path: (N, d) accepted nodes of a tree; None of a block.
+    """
+
+    drafted: Tensor
+    accepted: Tensor
+    token: Tensor
+    category: list[int]
+    room: list[int]
+    unrefused: list[bool]
+    path: Tensor | None = None
+
+
 def step(
     decoder: BlockDecoder,
-    length: int,
+    left: list[int],
     settings: SamplingSettings | None,
     generator: torch.Generator | None,
     **drafting: Any,
-) -> tuple[Proposal, BlockOutcome]:
-    """One pass of Algorithm 1 over every sequence: draft ``length`` tokens, score them with the target, verify.
+) -> Pass:
+    """One pass of Algorithm 1 over N sequences: draft a block, score it with the target, verify it.
 
-    ``drafting`` are the arguments of :func:`dblast.verifier.propose`. With no room for a draft this is a plain
-    decoding step.
+    Args:
+        left: how many more tokens each sequence may have, at least one.
+        drafting: arguments of :func:`dblast.verifier.propose`.
     """
+    # The pass's own token needs room, so a block never drafts past the longest budget.
+    length = min(decoder.drafter.config.block_length, max(left) - 1)
     if length:
         proposal = propose(decoder.drafter, decoder.draft(), length, generator=generator, **drafting)
     else:
         proposal = nothing_drafted(decoder.anchor)
     tokens, p = target_support(decoder.score(proposal.drafted), settings)
-    return proposal, verify_block(proposal, tokens, p, generator=generator)
+    outcome = verify_block(proposal, tokens, p, generator=generator)
+    room, unrefused = [min(length, budget - 1) for budget in left], (outcome.accepted == length).tolist()
+    return Pass(proposal.drafted, outcome.accepted, outcome.token, proposal.category.tolist(), room, unrefused)
 
 
-def _tree_step(
+def tree_step(
     decoder: BlockDecoder,
+    left: list[int],
     settings: SamplingSettings | None,
+    generator: torch.Generator | None,
     nodes: int,
     category_temperature: float,
-    generator: torch.Generator | None,
-) -> tuple[Tree, TreeOutcome]:
-    """Draft a tree for every sequence, score its nodes in one target pass and walk.
+) -> Pass:
+    """One pass with a draft tree for every sequence: draft it, score its nodes with the target, walk.
 
     The tree is that of a whole block even where the budget ends sooner: what it accepts depends on the text alone.
     """
+    if max(left) == 1:
+        return step(decoder, left, settings, generator)
     output = decoder.draft()
     check_output(output)
     tree = draft_tree(decoder.drafter, output, nodes, category_temperature=category_temperature)
     tokens, p = target_support(decoder.score_tree(tree), settings)
-    return tree, walk(tree, tokens, p, generator=generator)
+    outcome = walk(tree, tokens, p, generator=generator)
+    inside = tree.depth < torch.tensor(left, device=tree.depth.device).unsqueeze(1)
+    room, category = (tree.valid & inside).sum(1).tolist(), [-1] * len(left)
+    return Pass(
+        outcome.drafted, outcome.accepted, outcome.token, category, room, outcome.leaf.tolist(), outcome.path
+    )
 
 
 def _check_generator(generator: torch.Generator | None, device: torch.device) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from dblast.backbone import DBlastConfig, DraftLayer, RMSNorm, packed_mask, rotary
-from dblast.checks import check_finite, check_number
-from dblast.chunked import chunked_log_q, product_dtype
 from dblast.errors import ArtefactError, DBlastError
-from dblast.manifest import MANIFEST, RECORD, check_manifest, json_value, write_manifest
 from dblast.sampling import SETTINGS, SamplingSettings
-from dblast.show import quiet_loading
+from dblast.support.checks import check_finite, check_number
+from dblast.support.chunked import chunked_log_q, product_dtype
+from dblast.support.files import MANIFEST, RECORD, check_manifest, json_value, write_manifest
+from dblast.support.progress import quiet_loading
 from dblast.targets import Target, shape_identity
 
 #: Keys and values of the context, one (keys, values) pair per layer, each (B, kv_heads, S, head_dim).
@@ -35,7 +35,7 @@ ContextCache = list[tuple[Tensor, Tensor]]
 
 #: Logits (anchors * K * b * vocabulary) that :meth:`DBlastDrafter.log_q` computes in one piece: 32 MiB in float32.
 PLAIN_LOGITS = 2**23
-#: Logits that :meth:`DBlastDrafter.greedy_tokens` holds at once: 16 MiB, as :mod:`dblast.chunked` explains.
+#: Logits that :meth:`DBlastDrafter.greedy_tokens` holds at once: 16 MiB, as :mod:`dblast.support.chunked` explains.
 GREEDY_LOGITS = 2**22
 #: Numbers of a head in another dtype that a CPU converts at once, 32 MiB in float32; a device takes eight times that.
 CONVERTED_HEAD = 2**23
@@ -70,7 +70,7 @@ def most_likely(logits: Tensor) -> Tensor:
 
 
 def log_category_prior(prior_logits: Tensor, category_temperature: float) -> Tensor:
-    """log softmax(l / Z_T) over the last dimension; Z_T = 0 is argmax (eq. 5); DBlastError if negative or not finite."""
+    """log softmax(l / Z_T) over the last dimension; 0 is argmax (eq. 5); DBlastError if Z_T is below 0 or not finite."""
     check_number("the category temperature", category_temperature, least=0)
     logits = prior_logits.float()
     if category_temperature == 0:
@@ -309,7 +309,7 @@ class DBlastDrafter(PreTrainedModel):
         """log q_i(x_i | y, z) of given tokens.
 
         Large tables of logits are never held, neither here nor for the backward
-        pass (:mod:`dblast.chunked`); small ones are faster in one piece.
+        pass (:mod:`dblast.support.chunked`); small ones are faster in one piece.
 
         Args:
             branch_hidden: (N, K, b, H).

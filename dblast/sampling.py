@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dblast.checks import check_finite, check_number, check_whole
 from dblast.errors import DBlastError
+from dblast.support.checks import check_finite, check_number, check_whole
 
 NEG_INF = float("-inf")
 

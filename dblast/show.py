@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import os
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,75 +15,13 @@ from dblast.errors import DBlastError
 if TYPE_CHECKING:
     from dblast.decoding import Generated
     from dblast.trees import Tree, TreeOutcome
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-from tqdm import tqdm
-
-VARIABLE = "DBLAST_PROGRESS"
 
 
-#: Seconds between two updates of a bar; a batch run without a terminal sets it higher to keep its log short.
-INTERVAL = "DBLAST_PROGRESS_SECONDS"
-
-
-@contextmanager
-def progress(total: int, description: str | None, unit: str = "step", initial: int = 0) -> Iterator[tqdm]:
-    """A tqdm bar with rate and time left, on stderr or in the file that ``DBLAST_PROGRESS`` names; None hides it."""
-    path = os.environ.get(VARIABLE)
-    file = open(path, "a", encoding="utf-8") if path else sys.stderr  # noqa: SIM115
-    try:
-        with tqdm(
-            total=total,
-            desc=description,
-            disable=description is None,
-            unit=unit,
-            unit_scale=total > 10_000,
-            initial=initial,
-            file=file,
-            mininterval=float(os.environ.get(INTERVAL, 1.0)),
-            dynamic_ncols=not path,
-            ncols=100 if path else None,
-        ) as bar:
-            yield bar
-    finally:
-        if path:
-            file.close()
-
-
-@contextmanager
-def quiet_loading(report: bool = True) -> Iterator[None]:
-    """Hide the loading bars of transformers and datasets, which take a second here and fill notebooks.
-
-    Args:
-        report: False also hides what transformers logs about weights that do not fit, where the caller refuses them.
-    """
-    from datasets.utils import logging as datasets_logging
-    from transformers.utils import logging as transformers_logging
-
-    shown = transformers_logging.is_progress_bar_enabled(), datasets_logging.is_progress_bar_enabled()
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.disable_progress_bar()
-    datasets_logging.disable_progress_bar()
-    if not report:
-        transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if shown[0]:
-            transformers_logging.enable_progress_bar()
-        if shown[1]:
-            datasets_logging.enable_progress_bar()
-
-
-#: Kind of token: (HTML background, ANSI code, what it is).
+#: Kind of token: (HTML background, ANSI code, marks around it where there are no colours, what it is).
 KINDS = {
-    "accepted": ("#cdeed6", "32", "accepted draft token"),
-    "replacement": ("#fbd0c9", "31;1", "replacement after a rejection"),
-    "bonus": ("#cfe0fc", "34;1", "bonus token: the target's own, nothing was rejected"),
+    "accepted": ("#cdeed6", "32", ("", ""), "accepted draft token"),
+    "replacement": ("#fbd0c9", "31;1", ("[", "]"), "replacement after a rejection"),
+    "bonus": ("#cfe0fc", "34;1", ("{", "}"), "bonus token: the target's own, nothing was rejected"),
 }
 
 
@@ -96,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class BlockView:
-    """Shown as HTML by a notebook, as ANSI colours by :meth:`ansi`, as bare text by ``str``."""
+    """Shown as HTML by a notebook, as :meth:`text` on a terminal, in a pipe or a file, as bare text by ``str``."""
 
     pieces: tuple[Piece, ...]
     accepted_length: float
@@ -116,22 +56,42 @@ class BlockView:
     def ansi(self) -> str:
         """The text in terminal colours, then a legend."""
         text = "".join(f"\x1b[{KINDS[piece.kind][1]}m{piece.text}\x1b[0m" for piece in self.pieces if piece.text)
-        legend = "  ".join(f"\x1b[{code}m{name}\x1b[0m" for name, (_, code, _) in KINDS.items())
+        legend = "  ".join(f"\x1b[{code}m{name}\x1b[0m" for name, (_, code, *_) in KINDS.items())
         return f"{text}\n\n{legend}"
+
+    def marked(self) -> str:
+        """The text with the target's own tokens between marks, then a legend: needs no colours.
+
+        Space around a token stays outside its marks, so that words and lines stand as in the bare text.
+        """
+        parts = []
+        for piece in self.pieces:
+            word = piece.text.strip()
+            before, after = piece.text.split(word, 1) if word else ("", piece.text)
+            left, right = KINDS[piece.kind][2]
+            # A token of white space alone keeps its marks where they would enclose nothing else.
+            parts.append(f"{before}{left}{word}{right}{after}" if piece.text else "")
+        legend = "  ".join(f"{left}{name}{right}" for name, (_, _, (left, right), _) in KINDS.items())
+        return f"{''.join(parts)}\n\n{legend}"
+
+    def text(self, stream: TextIO | None = None) -> str:
+        """:meth:`ansi` for a terminal (default: stdout), unless ``NO_COLOR`` is set; :meth:`marked` for anything else."""
+        stream = sys.stdout if stream is None else stream
+        return self.ansi() if stream.isatty() and not os.environ.get("NO_COLOR") else self.marked()
 
     def _repr_html_(self) -> str:
         spans = []
         for number, piece in enumerate(self.pieces):
             first = number == 0 or self.pieces[number - 1].step != piece.step
             edge = "border-left:2px solid #555;" if first else ""
-            background, _, meaning = KINDS[piece.kind]
+            background, *_, meaning = KINDS[piece.kind]
             spans.append(
                 f'<span title="pass {piece.step + 1}: {meaning}" style="background:{background};{edge}">'
                 f"{html.escape(piece.text)}</span>"
             )
         legend = " ".join(
             f'<span style="background:{background};padding:0 4px">{meaning}</span>'
-            for background, _, meaning in KINDS.values()
+            for background, *_, meaning in KINDS.values()
         )
         return (
             '<div style="color:#111;background:#fff;padding:6px">'

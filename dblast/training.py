@@ -20,7 +20,7 @@ from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
 from dblast.losses import AL_CONSTRUCTIONS, get_loss
-from dblast.show import progress
+from dblast.support.progress import progress
 from dblast.targets import Target
 from dblast.trajectories import AnchorBatch, Trajectory, TrajectorySet, pack
 
@@ -232,6 +232,17 @@ def batch_loss(
     drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfig, loss: Callable[..., torch.Tensor] | None = None
 ) -> torch.Tensor:
     """The configured loss (or ``loss``, see :func:`train`) on one packed batch, a scalar with gradient."""
+    return loss_and_coverage(drafter, batch, config, loss)[0]
+
+
+def loss_and_coverage(
+    drafter: DBlastDrafter, batch: AnchorBatch, config: TrainingConfig, loss: Callable[..., torch.Tensor] | None = None
+) -> tuple[torch.Tensor, float]:
+    """:func:`batch_loss`, and the share of the batch's positions that it is over.
+
+    A block ends before the first token that the drafter cannot draft (one outside its draft vocabulary): no
+    prefix with that token is ever accepted, and no parameter changes that. It is left out of every loss.
+    """
     settings = {} if loss else {"tau": config.tau, "construction": config.construction}
     loss = loss or get_loss(config.loss)
     distills = getattr(loss, "needs_support", False)
@@ -242,10 +253,13 @@ def batch_loss(
             # One product for the sampled token and for all that it was drawn from.
             tokens = torch.cat([tokens.unsqueeze(-1), batch.support], dim=-1)
         log_q = drafter.log_q(out.branch_hidden, tokens)
+    realised = log_q[..., 0] if distills else log_q
+    # (N, b): all branches have one vocabulary.
+    drafted = batch.valid & (realised > float("-inf")).any(1).cumprod(-1).bool()
     if distills:
         settings |= {"log_q_candidates": log_q[..., 1:], "log_p_candidates": batch.support_log_p}
-        log_q = log_q[..., 0]
-    return loss(log_q, out.log_prior(), batch.log_p, batch.valid, **settings)
+    value = loss(realised, out.log_prior(), batch.log_p, drafted, **settings)
+    return value, drafted.sum().item() / batch.valid.sum().item()
 
 
 def _write_atomically(path: Path, write: Callable[[Path], None]) -> None:
@@ -303,7 +317,7 @@ class Trainer:
             with_support=getattr(loss or get_loss(config.loss), "needs_support", False),
         )
         self.history: list[dict] = []
-        self.recent: list[float] = []  # losses since the last point of the history
+        self.recent: list[tuple[float, float]] = []  # loss and coverage of the steps since the last point of the history
 
     def advance(self) -> float:
         """One optimiser step; returns the loss."""
@@ -312,7 +326,7 @@ class Trainer:
             group["lr"] = group["peak"] * factor
         self.drafter.train()
         batch = self.sampler.next().to(self.drafter.device)
-        loss = batch_loss(self.drafter, batch, self.config, self.loss)
+        loss, coverage = loss_and_coverage(self.drafter, batch, self.config, self.loss)
         self.drafter.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.drafter.parameters(), self.config.max_norm)
@@ -323,6 +337,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
         self.step += 1
+        self.recent.append((loss.item(), coverage))
         return loss.item()
 
     def save(self, path: Path, key: str = "") -> None:
@@ -376,10 +391,13 @@ class Trainer:
 
     def record(self, evaluate: Callable[[DBlastDrafter], dict] | None) -> None:
         """Add a point to the history."""
-        mean = sum(self.recent) / len(self.recent) if self.recent else float("nan")
+        # Plain means over steps; NaN before the first one.
+        loss, coverage = (sum(v) / len(v) for v in zip(*self.recent, strict=True)) if self.recent else (math.nan,) * 2
         # Plain numbers: NumPy's are no JSON.
         measured = {name: float(value) for name, value in (evaluate(self.drafter) if evaluate else {}).items()}
-        self.history.append({"step": self.step, "loss": mean, **measured})
+        if self.drafter.config.draft_vocab_size:
+            measured["coverage"] = coverage
+        self.history.append({"step": self.step, "loss": loss, **measured})
         self.recent = []
 
 
@@ -408,10 +426,8 @@ def train(
         key: what tells this run from others of the same configuration; a state of another one is refused.
 
     Returns:
-        The history: dicts with ``step``, ``loss`` (mean since the last point) and what ``evaluate`` gave.
-
-    Raises:
-        DBlastError: no trajectory has a response token, or the state in ``folder`` cannot be used.
+        The history: dicts with ``step``, ``loss`` (mean since the last point) and what ``evaluate`` gave; with a
+        draft vocabulary also ``coverage``, the share of positions that the loss is over.
     """
     trainer = Trainer(drafter, trajectories, config, loss)
     folder.mkdir(parents=True, exist_ok=True)
@@ -425,9 +441,9 @@ def train(
     blocks = config.blocks_per_step
     with progress(config.steps * blocks, description, unit="anchor", initial=trainer.step * blocks) as bar:
         while trainer.step < last:
-            trainer.recent.append(trainer.advance())
+            value = trainer.advance()
             bar.update(blocks)
-            bar.set_postfix(loss=f"{trainer.recent[-1]:.3f}", refresh=False)
+            bar.set_postfix(loss=f"{value:.3f}", refresh=False)
             if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
                 trainer.record(evaluate)
             if trainer.step % config.checkpoint_every == 0 and trainer.step < last:

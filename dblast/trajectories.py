@@ -23,8 +23,8 @@ from transformers import StaticCache
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
-from dblast.shards import Shards
-from dblast.show import progress, quiet_loading
+from dblast.support.files import Shards
+from dblast.support.progress import progress, quiet_loading
 from dblast.targets import Target, last_position, tap_features
 
 #: Tokens of each step's distribution that are recorded at most; the paper's settings keep 20 (more only in ties).

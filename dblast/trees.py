@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dblast.checks import check_finite
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
+from dblast.support.checks import check_finite
 
 #: Nodes of a draft tree, if nobody says otherwise.
 TREE_NODES = 28

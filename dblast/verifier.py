@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dblast.checks import check_finite, check_number
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
+from dblast.support.checks import check_finite, check_number
 
 
 def _real(x: Tensor) -> Tensor:

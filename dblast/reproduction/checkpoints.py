@@ -10,8 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from dblast.errors import DBlastError
-from dblast.manifest import check_manifest
 from dblast.reproduction.paths import DATA
+from dblast.support.files import check_manifest
 
 CHECKPOINTS = DATA / "checkpoints"
 

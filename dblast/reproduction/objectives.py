@@ -86,12 +86,19 @@ def log_candidate_acceptance(
     """log sum_v min(p(v), q(v)) and KL(p || q) of every position given the realised prefix, both (N, b).
 
     Sums run over the candidates: target mass that was not recorded counts as never accepted, and its
-    share of the divergence is left out. Values at positions that do not exist are finite and meaningless.
+    share of the divergence is left out; so is that of candidates that no branch can draft, which is infinite
+    and which no parameter changes. Values at positions that do not exist are finite and meaningless.
     """
     log_q_mixture = candidate_log_q(log_q, log_prior, log_q_candidates, valid)
     log_target = masked_log(log_p_candidates, None if valid is None else valid.unsqueeze(-1))
     overlap = torch.logsumexp(torch.minimum(log_target, log_q_mixture), dim=-1)
-    return overlap, (log_target.exp() * (log_target - log_q_mixture)).sum(-1)
+    divergence = log_target.exp() * (log_target - log_q_mixture)
+    return overlap, divergence.masked_fill(~can_be_drafted(log_q_candidates), 0.0).sum(-1)
+
+
+def can_be_drafted(log_q_candidates: Tensor) -> Tensor:
+    """Which candidates any branch has in its vocabulary: (N, K, b, W) to (N, b, W) bool."""
+    return (log_q_candidates > float("-inf")).any(-3)
 
 
 def _acceptance(
@@ -329,7 +336,8 @@ def distribution_loss(
         term = divergence - masked_log(log_p, valid)
     else:
         log_target = masked_log(log_p_candidates, None if valid is None else valid.unsqueeze(-1))
-        term = divergence - (log_target.exp() * log_target).sum(-1)
+        own = (log_target.exp() * log_target).masked_fill(~can_be_drafted(log_q_candidates), 0.0)
+        term = divergence - own.sum(-1)
     return position_mean(term, valid, gamma)
 
 

@@ -15,7 +15,7 @@ from dblast.reproduction.experiments import collect_scores, for_decoding, open_d
 from dblast.reproduction.plans import FIGURE1, Plan
 from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
 from dblast.sampling import get_setting
-from dblast.show import progress
+from dblast.support.progress import progress
 
 #: Held-out prompts of every task that are decoded; of a target trained here, whose passes take milliseconds, all.
 PROMPTS_PER_TASK = 6

@@ -41,7 +41,7 @@ from dblast.reproduction.prompts.own import open_own
 from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
 from dblast.reproduction.requirements import free_disk, size, sole_writer, token_bytes
 from dblast.reproduction.stages import RUN, Stage, write_json
-from dblast.targets import cache_folder
+from dblast.support.files import cache_folder
 
 #: Prompts decoded at every setting to time it.
 TIMED_PROMPTS = 4

@@ -13,7 +13,6 @@ from dblast.reproduction.demo import check_model_name, check_target_name
 from dblast.sampling import SETTINGS, SamplingSettings
 from dblast.targets import CHAT_OPTIONS, Target, check_supported, load_target
 
-
 #: Sizes of the bundled target, known without fetching it.
 SMOLLM2_SHAPE = {"hidden_size": 576, "vocab_size": 49152, "num_hidden_layers": 30}
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from dblast.errors import DBlastError, storage_reason
-from dblast.targets import cache_folder
+from dblast.support.files import cache_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "data"

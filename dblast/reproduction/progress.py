@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dblast.show import INTERVAL, VARIABLE
+from dblast.support.progress import INTERVAL, VARIABLE
 
 
 @contextmanager

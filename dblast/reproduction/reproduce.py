@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
+import nbformat
 import papermill
 import typer
 import yaml
+from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+from nbclient.exceptions import DeadKernelError
 from papermill.exceptions import PapermillExecutionError
 
-from dblast.errors import DBlastError
+from dblast.errors import DBlastError, storage_reason
 from dblast.reproduction.paths import FIGURES, NOTEBOOKS, OUTPUT, REGENERATE, RESULTS, RUNS, use_empty_cache
 from dblast.reproduction.profiles import Profile, get_profile
 from dblast.reproduction.progress import relay
 from dblast.reproduction.stages import locked
-from dblast.targets import fetch_smollm2
+from dblast.support.bundled import fetch_smollm2
 
 
 def notebook_paths(profile: Profile, only: str | None = None) -> list[Path]:
@@ -30,6 +35,7 @@ def notebook_paths(profile: Profile, only: str | None = None) -> list[Path]:
 
 
 _EXPONENT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+")
+_NO_NUMBERS = {"nan", *(sign + word for sign in ("", "-", "+") for word in ("inf", "infinity"))}
 
 
 def parse_parameters(pairs: list[str]) -> dict:
@@ -48,6 +54,10 @@ def parse_parameters(pairs: list[str]) -> dict:
                 parsed[name] = float(value)
         except (yaml.YAMLError, ValueError):
             raise DBlastError(f"the value of parameter {pair!r} cannot be read; give a number, true, false or a word") from None
+        # Notebooks record their parameters as JSON, which has neither; YAML's spellings, and the usual ones, which
+        # are words to YAML.
+        if value.strip().lower() in _NO_NUMBERS or (isinstance(parsed[name], float) and not math.isfinite(parsed[name])):
+            raise DBlastError(f"the value of parameter {pair!r} is no finite number")
     return parsed
 
 
@@ -66,6 +76,61 @@ def check_parameters(path: Path, parameters: dict) -> None:
             raise DBlastError(f"parameter {name!r} of {path.name} is of type {kind}, got {value!r}")
 
 
+def check_kernel(name: str = "python3") -> None:
+    """Refuse to start where Jupyter has no kernel that could run."""
+    advice = "run `python -m ipykernel install --sys-prefix` in dblast's environment"
+    try:
+        interpreter = KernelSpecManager().get_kernel_spec(name).argv[0]
+    except NoSuchKernel:
+        raise DBlastError(f"Jupyter has no kernel {name!r}; {advice}") from None
+    if shutil.which(interpreter) is None:
+        raise DBlastError(f"Jupyter's kernel {name!r} wants {interpreter}, which is not there; {advice}")
+
+
+def _last_cell(copy: Path) -> int:
+    """Number, as in ``In [3]``, of the last cell that was begun: a kernel that dies does not say which."""
+    cells = [cell for cell in nbformat.read(copy, 4).cells if cell.cell_type == "code" and cell.source.strip()]
+    return sum(cell.metadata.papermill.start_time is not None for cell in cells)
+
+
+def execute(path: Path, copy: Path, values: dict, folder: Path = NOTEBOOKS) -> None:
+    """Run one notebook in ``folder``; its executed copy shows how far it came. Its kernel ends with it, whatever happens.
+
+    Raises:
+        DBlastError: a cell that raised, a kernel that died or did not start, or a copy that cannot be written.
+    """
+    shown = copy.relative_to(OUTPUT) if copy.is_relative_to(OUTPUT) else copy
+    try:
+        papermill.execute_notebook(
+            str(path),
+            str(copy),
+            parameters=values,
+            kernel_name="python3",
+            cwd=str(folder),
+            progress_bar=False,
+            # A loaded machine takes its time.
+            start_timeout=300,
+            extra_arguments=["--log-level=ERROR"],
+        )
+    except PapermillExecutionError as error:
+        reason = " ".join(f"{error.ename}: {error.evalue}".split())
+        raise DBlastError(f"{path.name} failed in cell {error.exec_count}: {reason} (executed copy: {shown})") from error
+    except DeadKernelError as error:
+        raise DBlastError(
+            f"{path.name} failed in cell {_last_cell(copy)}: its kernel was killed, as happens when memory runs out "
+            f"(executed copy: {shown})"
+        ) from error
+    except OSError as error:
+        if not (reason := storage_reason(error)):
+            raise
+        raise DBlastError(f"{path.name}: {error.filename or shown} cannot be written: {reason}") from error
+    except RuntimeError as error:
+        # What Jupyter raises when a kernel ends, or stays silent, before its first cell.
+        if "ernel" not in str(error):
+            raise
+        raise DBlastError(f"{path.name}: its kernel did not start: {' '.join(str(error).split())}") from error
+
+
 def reproduce(
     profile_name: str, *, only: str | None = None, fresh: bool = False, parameters: list[str] | None = None
 ) -> None:
@@ -81,6 +146,7 @@ def reproduce(
     paths = notebook_paths(profile, only)
     for path in paths:
         check_parameters(path, values)
+    check_kernel()
     if any(plan.target == "smollm2" for plan in profile.plans):
         fetch_smollm2()
     expected = f"about {profile.minutes:.0f} minutes on two cores" if profile.minutes else "not measured yet"
@@ -104,21 +170,7 @@ def _execute(profile: Profile, paths: list[Path], values: dict) -> None:
         for path in paths:
             typer.secho(f"\n{path.name}", fg=typer.colors.CYAN)
             began = time.monotonic()
-            try:
-                papermill.execute_notebook(
-                    str(path),
-                    str(run / path.name),
-                    parameters=values,
-                    kernel_name="python3",
-                    cwd=str(NOTEBOOKS),
-                    progress_bar=False,
-                    extra_arguments=["--log-level=ERROR"],
-                )
-            except PapermillExecutionError as error:
-                raise DBlastError(
-                    f"{path.name} failed in cell {error.exec_count}: {error.ename}: {error.evalue} "
-                    f"(executed copy: {(run / path.name).relative_to(OUTPUT)})"
-                ) from error
+            execute(path, run / path.name, values)
             typer.echo(f"{path.name} done in {time.monotonic() - began:.0f} s")
     _report(profile, start)
 

@@ -68,7 +68,7 @@ def check_output(folder: Path, option: str = "--out") -> None:
 
 def check_cache() -> None:
     """Refuse a cache folder that cannot be written."""
-    from dblast.targets import cache_folder
+    from dblast.support.files import cache_folder
 
     folder = cache_folder()
     try:
@@ -92,7 +92,7 @@ def sole_writer(folder: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout
 
     from dblast.reproduction.stages import digest
-    from dblast.targets import cache_folder
+    from dblast.support.files import cache_folder
 
     place = cache_folder() / "locks" / f"{digest(str(folder.absolute()))}.lock"
     place.parent.mkdir(parents=True, exist_ok=True)

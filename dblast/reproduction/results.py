@@ -37,7 +37,7 @@ from dblast.reproduction.online import collect_online
 from dblast.reproduction.paths import RESULTS, ROOT
 from dblast.reproduction.plans import Plan, Profile
 from dblast.reproduction.stages import digest, locked, write_json
-from dblast.targets import sha256_file
+from dblast.support.files import sha256_file
 
 PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas")
 

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from dblast.errors import ArtefactError, DBlastError, storage_reason
 from dblast.reproduction.fingerprint import code_fingerprint
-from dblast.targets import cache_folder, sha256_file
+from dblast.support.files import cache_folder, sha256_file
 
 RECORD = "stage.json"
 #: Subfolder for what only a resumed run needs; it is no part of the artefact and goes when that is finished.

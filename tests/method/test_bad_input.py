@@ -125,7 +125,8 @@ def test_bad_arguments_give_one_clear_line(llama, make_drafter, arguments, words
     if words == "K = 1" and branches == 1:
         pytest.skip("is what K = 1 does")
     with pytest.raises(DBlastError) as error:
-        generate(llama, make_drafter(llama, num_categories=branches), **{"prompts": PROMPT, "max_new_tokens": 8} | arguments)
+        drafter = make_drafter(llama, num_categories=branches)
+        generate(llama, drafter, **{"prompts": PROMPT, "max_new_tokens": 8} | arguments)
     one_line(error, words)
 
 
@@ -237,7 +238,10 @@ def test_nan_in_the_prior_or_in_the_head_is_named(llama, make_drafter, part, mod
     one_line(error, "the drafter's", "category" if part == "prior" else "logits")
 
 
-@pytest.mark.parametrize("settings", [SamplingSettings(), SamplingSettings(1.0, 5), SamplingSettings(0.7, 30, 0.9), None])
+SETTINGS = [SamplingSettings(), SamplingSettings(1.0, 5), SamplingSettings(0.7, 30, 0.9), None]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("value", [NAN, INF])
 def test_a_target_with_nan_is_named(llama, make_drafter, settings, value):
     model = broken(llama.model, value)
@@ -360,7 +364,7 @@ def test_replay_refuses_lengths_outside_the_table(length):
 
 @pytest.mark.parametrize("proposal", ["greedy_branch", "soft"])
 @pytest.mark.parametrize("value", [NAN, 1.0])
-def test_replay_refuses_a_trajectory_whose_probabilities_are_none(llama, make_drafter, make_trajectory, proposal, value):
+def test_replay_refuses_improbable_trajectories(llama, make_drafter, make_trajectory, proposal, value):
     trajectory = make_trajectory()
     trajectory.log_p[4] = value
     with pytest.raises(DBlastError) as error:

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from dblast.backbone import DBlastConfig
-from dblast.chunked import chunked_log_q
+from dblast.support.chunked import chunked_log_q
 from dblast.drafter import TABLES, DBlastDrafter
 from dblast.errors import DBlastError
 from tests.checks import one_line

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dblast import chunked
-from dblast.chunked import chunked_log_q
+from dblast.support import chunked
+from dblast.support.chunked import chunked_log_q
 from dblast.errors import DBlastError
 from tests.checks import one_line
 from tests.helpers import assert_close, assert_same_computation, generator

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import re
 import sys
 
@@ -25,7 +26,7 @@ from dblast.verifier import greedy_branch_proposal, soft_proposal
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
 from dblast.replay import score
-from dblast.show import show_blocks
+from dblast.show import BlockView, Piece, show_blocks
 from dblast.targets import tap_features, wrap_target
 from dblast.training import Trainer, TrainingConfig
 from dblast.trajectories import EncodedPrompt, sample_batch
@@ -525,6 +526,33 @@ def test_view_tells_the_kinds_of_tokens_apart(llama, tokenizer):
     one_line(error, "row 1")
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_view_without_colours_marks_the_targets_own_tokens(monkeypatch):
+    pieces = [
+        Piece("Once", "replacement", 0),
+        Piece(" upon", "accepted", 1),
+        Piece(" a", "bonus", 1),
+        Piece("", "accepted", 2),
+        Piece("\n", "replacement", 2),
+        Piece(" [x]", "accepted", 3),
+    ]
+    view = BlockView(tuple(pieces), 0.5, 4)
+    legend = "accepted  [replacement]  {bonus}"
+    assert view.marked() == f"[Once] upon {{a}}[]\n [x]\n\n{legend}"
+    assert str(view) == "Once upon a\n [x]"
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert view.text(Terminal()) == view.ansi() and "\x1b" in view.ansi()
+    assert view.text(io.StringIO()) == view.marked() and "\x1b" not in view.marked()
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert view.text() == view.ansi()
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert view.text() == view.text(Terminal()) == view.marked()
+
+
 def test_view_escapes_html_and_waits_for_whole_characters():
     class Bytes:
         def decode(self, tokens, **kwargs):
@@ -546,6 +574,8 @@ def test_command_line_decodes_and_shows(llama, make_drafter, tmp_path):
         done = CliRunner().invoke(app, [*arguments, "--drafter", str(tmp_path / "drafter"), *extra])
         assert done.exit_code == 0, done.output
         assert "accepted length" in done.output and "with plain decoding" in done.output
+        # Into a pipe: marks instead of colours.
+        assert "[replacement]" in done.output and "\x1b" not in done.output
     done = CliRunner().invoke(app, arguments)
     assert isinstance(done.exception, DBlastError) and "--drafter" in str(done.exception)
     done = CliRunner().invoke(app, [*arguments, "--drafter", str(tmp_path / "none")])

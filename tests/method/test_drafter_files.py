@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
-from dblast.manifest import MANIFEST, RECORD, check_manifest
+from dblast.support.files import MANIFEST, RECORD, check_manifest
 from dblast.sampling import SETTINGS, SamplingSettings
 from tests.checks import one_line
 from tests.conftest import MASK_TOKEN_ID

@@ -14,7 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from dblast.decoding import custom_generate, generate
 from dblast.errors import DBlastError
-from dblast.generation_options import READ, read_options
+from dblast.support.generation_options import READ, read_options
 from dblast.sampling import SamplingSettings
 from dblast.targets import wrap_target
 from tests.checks import one_line
@@ -129,9 +129,10 @@ def test_the_callers_logits_processors_are_refused(call, processors, do_sample):
     one_line(error, type(processors[0]).__name__)
 
 
-@pytest.mark.parametrize(
-    "criterion", [Never(), MaxLengthCriteria(5), EosTokenCriteria(7), EosTokenCriteria([2, 7])], ids=lambda c: type(c).__name__
-)
+CRITERIA = [Never(), MaxLengthCriteria(5), EosTokenCriteria(7), EosTokenCriteria([2, 7])]
+
+
+@pytest.mark.parametrize("criterion", CRITERIA, ids=lambda criterion: type(criterion).__name__)
 def test_the_callers_stopping_criteria_are_refused(call, criterion):
     """Also those that transformers would put in the place of its own."""
     with pytest.raises(DBlastError) as error:

@@ -23,7 +23,7 @@ from dblast.training import new_drafter
 from dblast.reproduction.objectives import OBJECTIVES
 from dblast.reproduction.paths import ROOT
 from dblast.replay import score, trajectory_acceptance
-from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, train
+from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, loss_and_coverage, train
 from tests.checks import one_line
 from tests.helpers import assert_within_errors, frequency_error
 
@@ -538,3 +538,28 @@ def test_the_speed_benchmark_s_random_trajectories_can_be_trained_on(llama):
     drafter = new_drafter(config, llama, 0).attach(llama.model)
     trainer = Trainer(drafter, rows, TrainingConfig(loss="KD", steps=2, sequences=2, anchors=2))
     assert math.isfinite(trainer.advance())
+
+
+@pytest.mark.parametrize("loss", ["NLL", "AL", "CE", "KD", "LK"])
+def test_a_block_ends_before_the_first_token_that_cannot_be_drafted(llama, make_drafter, trajectories, loss):
+    """Such a token added 60 nats to the losses once, and could decide which prefixes the AL loss sums over."""
+    drafter = make_drafter(llama, num_categories=2, draft_vocab_size=30)
+    config = replace(SMALL, loss=loss)
+    batch = Trainer(drafter, trajectories, config).sampler.next()
+    outside = ~torch.isin(batch.tokens, drafter.draft_token_ids)
+    first = torch.where(outside.any(1), outside.int().argmax(1), outside.shape[1])
+    assert (first == 0).any() and ((first > 0) & (first < outside.shape[1])).any()
+    shorter = batch.valid & (torch.arange(outside.shape[1]) < first.unsqueeze(1))
+    # Its successors may be any tokens at all.
+    others = torch.where(shorter, batch.tokens, drafter.draft_token_ids[0])
+    value, coverage = loss_and_coverage(drafter, batch, config)
+    expected, whole = loss_and_coverage(drafter, replace(batch, valid=shorter, tokens=others), config)
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert coverage == pytest.approx(shorter.sum().item() / batch.valid.sum().item()) and whole == 1
+    assert abs(value.item()) < 30
+
+
+def test_coverage_stands_in_the_history_of_a_drafter_with_a_vocabulary_of_its_own(llama, make_drafter, trajectories, tmp_path):
+    narrow = train(make_drafter(llama, draft_vocab_size=30), trajectories, SMALL, tmp_path / "narrow")
+    assert all(0.3 < point["coverage"] < 1 for point in narrow[1:])
+    assert all("coverage" not in point for point in train(make_drafter(llama), trajectories, SMALL, tmp_path / "whole"))

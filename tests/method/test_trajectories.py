@@ -13,7 +13,7 @@ import torch
 from dblast import trajectories as module
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
-from dblast.shards import Shards
+from dblast.support.files import Shards
 from dblast.targets import tap_features
 from dblast.trajectories import EncodedPrompt, TrajectorySet, sample_batch, sample_trajectories, shard_generator
 from tests.checks import one_line

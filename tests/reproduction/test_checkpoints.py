@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from dblast.reproduction import checkpoints
 from dblast.reproduction.cli import app
-from dblast.manifest import MANIFEST, RECORD, check_manifest
+from dblast.support.files import MANIFEST, RECORD, check_manifest
 from dblast.reproduction.checkpoints import SHIPPED, shipped_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError

@@ -28,7 +28,7 @@ from dblast.reproduction.profiles import get_profile
 from dblast.reproduction.prompts import sources
 from dblast.reproduction.stages import Stage
 from dblast.sampling import SamplingSettings
-from dblast.show import quiet_loading
+from dblast.support.progress import quiet_loading
 from dblast.targets import load_target
 from dblast.training import TrainingConfig, train
 from dblast.trajectories import EncodedPrompt, TrajectorySet, sample_trajectories

@@ -15,7 +15,7 @@ from dblast.errors import DBlastError
 from dblast.reproduction import experiments, identity
 from dblast.reproduction.identity import check_commit, hub_commit, model_identity
 from dblast.reproduction.profiles import get_profile
-from dblast.targets import SMOLLM2_SHA256
+from dblast.support.bundled import SMOLLM2_SHA256
 from tests.checks import one_line
 
 

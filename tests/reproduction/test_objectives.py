@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import sys
 import itertools
 import math
+import sys
 import types
+from functools import partial
 
 import pytest
 import torch
@@ -223,7 +224,7 @@ MUTANTS = {
     "no clip": ("EAL", "(-surprise).clamp(max=0.0)", "(-surprise)"),
     "ratio upside down": ("EAL", "(-surprise).clamp(max=0.0)", "surprise.clamp(max=0.0)"),
     "union for overlap": ("TV", "torch.minimum", "torch.maximum"),
-    "reverse divergence": ("KD", "(log_target.exp() * (log_target - ", "-(log_q_mixture.exp() * (log_target - "),
+    "reverse divergence": ("KD", "log_target.exp() * (log_target - ", "-log_q_mixture.exp() * (log_target - "),
     "prior for posterior": ("NLA", "seen[..., 0] = 0.0", "seen[...] = 0.0"),
     "posterior that has seen the token": ("NLA", "cumsum(-1).roll(1, -1)", "cumsum(-1)"),
     "joint for conditional": ("KD", "joint - before.unsqueeze(-1)", "joint"),
@@ -498,6 +499,19 @@ def test_names_share_a_signature(name):
             OBJECTIVES[name](*toy.tensors, log_p_candidates=toy.log_p_candidates)
     else:
         assert_same_computation(value, OBJECTIVES[name](*toy.tensors, toy.valid, tau=0.5, construction="one_prefix"))
+
+
+@pytest.mark.parametrize("name", ["KD", "CE of distributions"])
+def test_candidates_that_cannot_be_drafted_are_left_out(name):
+    """Their share would be infinite; everything else counts as if they had not been recorded."""
+    toy = Toy(2, seed=28)
+    loss = OBJECTIVES["KD"] if name == "KD" else partial(distribution_loss, distance="CE")
+    candidates = toy.candidates
+    log_q, log_p = candidates["log_q_candidates"].clone(), candidates["log_p_candidates"]
+    log_q[..., -1] = float("-inf")
+    value = loss(*toy.tensors, toy.valid, log_q_candidates=log_q, log_p_candidates=log_p)
+    fewer = {"log_q_candidates": log_q[..., :-1], "log_p_candidates": log_p[..., :-1]}
+    assert_close(value, loss(*toy.tensors, toy.valid, **fewer))
 
 
 def test_bad_options_are_refused():

@@ -17,7 +17,7 @@ from dblast.reproduction.paths import NOTEBOOKS, ROOT
 from dblast.reproduction.profiles import PROFILES, get_profile
 from dblast.reproduction.reproduce import notebook_paths, parse_parameters
 from dblast.reproduction.results import TABLES, plan_digest, read_provenance, results_folder
-from dblast.targets import sha256_file
+from dblast.support.files import sha256_file
 
 NOTEBOOK_FILES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
 

@@ -20,8 +20,8 @@ from transformers import DynamicCache
 
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
-from dblast.shards import Shards
-from dblast.show import progress
+from dblast.support.files import Shards
+from dblast.support.progress import progress
 from dblast.targets import Target, attention_mask, last_position
 from dblast.trajectories import Trajectory, left_padded, shard_generator, widen_supports
 

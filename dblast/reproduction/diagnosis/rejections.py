@@ -34,7 +34,7 @@ from torch import Tensor
 from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
-from dblast.show import progress
+from dblast.support.progress import progress
 from dblast.trajectories import Trajectory, pack_first
 from dblast.verifier import acceptance_given_emitted, greedy_branch_conditional
 

@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 from dblast.errors import DBlastError
 from dblast.reproduction.language import synthetic
 from dblast.reproduction.language.tiny import learning_rate_factor
-from dblast.show import progress, quiet_loading
+from dblast.support.progress import progress, quiet_loading
 
 PAD, USER, ASSISTANT, END, UNUSED = SPECIALS = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "<|reserved_0|>")
 TEMPLATE = (

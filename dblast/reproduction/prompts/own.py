@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dblast.errors import ArtefactError
 from dblast.reproduction.prompts.sources import Prompt, PromptError, chat_messages, normalised, read_prompts
 from dblast.reproduction.stages import Stage, digest
-from dblast.targets import cache_folder
+from dblast.support.files import cache_folder
 from dblast.trajectories import EncodedPrompt
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def read_column(name: str, column: str) -> list[Prompt]:
 def _rows(name: str) -> Iterator[dict[str, Any]]:
     import datasets
 
-    from dblast.show import quiet_loading
+    from dblast.support.progress import quiet_loading
 
     try:  # the hub client, HTTP and file layers raise unrelated exception types
         with quiet_loading():

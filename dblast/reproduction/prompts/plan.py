@@ -19,7 +19,8 @@ from dblast.reproduction.prompts.sources import (
     training_prompts,
 )
 from dblast.reproduction.stages import digest
-from dblast.targets import Target, sha256_file
+from dblast.support.files import sha256_file
+from dblast.targets import Target
 from dblast.trajectories import EncodedPrompt
 
 #: Seeds of the synthetic documents whose beginnings are evaluation and training prompts.

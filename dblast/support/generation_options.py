@@ -17,9 +17,9 @@ from transformers import GenerationConfig
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from dblast.checks import token_ids
 from dblast.errors import DBlastError
 from dblast.sampling import SamplingSettings
+from dblast.support.checks import token_ids
 
 #: Options that are honoured, or that say nothing about the tokens (the last line).
 READ = {
@@ -129,7 +129,7 @@ def read_options(
         expected += [(TopKLogitsWarper, "top_k", settings.top_k)] if settings.top_k else []
         expected += [(TopPLogitsWarper, "top_p", settings.top_p)] if settings.top_p < 1 else []
     if logits_processor is not None:
-        _check_list(logits_processor, expected, "give temperature, top_k and top_p to generate, and no logits processor")
+        _check_list(logits_processor, expected, "give temperature, top_k and top_p to generate, no processors")
     if stopping_criteria is not None:
         ends = [(EosTokenCriteria, "eos_token_id", [*eos])] if eos else []
         expected = [(MaxLengthCriteria, "max_length", width + budget), *ends]
