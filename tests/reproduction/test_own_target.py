@@ -245,6 +245,8 @@ def test_a_run_from_a_given_drafter_only_fine_tunes(own, request_, slow, tmp_pat
     assert not any(line.startswith("pre-training") for line in said)
     assert DBlastDrafter.load(out).config.num_categories == 1
     assert "different blocks" not in (out / "report.md").read_text()
+    table = evaluate_drafter(str(start), request_.prompts, response_tokens=12, per_task=4, say=said.append)
+    assert set(table.K) == {0} and table.category_temperature.isna().all()
     with pytest.raises(DBlastError, match="has --block-length 2, not 3"):
         prepare(replace(request_, start=str(start)))
     with pytest.raises(DBlastError, match="has category heads already"):
