@@ -101,8 +101,9 @@ def measure(plan: Plan, target: Target, tokens: int = 32) -> Speeds:
     variant = plan.variants[0]
     ours = drafter.with_categories(variant.K, 0)
     finetuning = _timed_steps(ours, rows, plan.finetune_config(variant, 0))
-    start = time.perf_counter()
     some = rows[:4]
+    score(ours, some[:1], plan.category_temperatures, proposal="tree")  # warms up
+    start = time.perf_counter()
     for proposal in DEFAULT_PROPOSALS:
         score(
             ours, some, plan.category_temperatures, proposal=proposal, precision=getattr(torch, plan.finetune.precision)

@@ -32,7 +32,13 @@ from dblast.reproduction.language import synthetic
 from dblast.reproduction.language.tiny import train_tiny_target
 from dblast.reproduction.plans import Plan, Variant
 from dblast.reproduction.progress import silence_worker
-from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts, prompt_spec, training_prompt_ids
+from dblast.reproduction.prompts.plan import (
+    calibration_ids,
+    check_evaluation_prompts,
+    evaluation_prompts,
+    prompt_spec,
+    training_prompt_ids,
+)
 from dblast.reproduction.requirements import check_memory
 from dblast.reproduction.stages import RUN, Stage
 from dblast.sampling import get_setting
@@ -217,6 +223,7 @@ def check_target(plan: Plan) -> None:
     """
     target, shape = open_target(plan), plan.drafter
     check_memory(plan, target.model.config, plan.data.training_tokens)
+    check_evaluation_prompts(plan, target)
     if not shape.pretrained_here:
         start_drafter(shape, target, [], taps(plan, target))
         return

@@ -57,8 +57,13 @@ def check_output(folder: Path, option: str = "--out") -> None:
     parent = folder.absolute().parent
     if not parent.is_dir():
         raise DBlastError(f"{parent} is no folder; make it, or give {option} another place")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise DBlastError(f"{parent} is not writable; give {option} another place")
+    probe = folder.with_name(f"{folder.name}.probe-{os.getpid()}")
+    try:
+        # Permissions do not tell of every place that takes no folder.
+        probe.mkdir()
+        probe.rmdir()
+    except OSError as error:
+        raise DBlastError(f"{folder} cannot be made ({error.strerror}); give {option} another place") from None
 
 
 def check_cache() -> None:

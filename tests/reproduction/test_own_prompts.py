@@ -6,7 +6,7 @@ from dataclasses import replace
 import datasets
 import pytest
 
-from dblast.errors import ArtefactError
+from dblast.errors import ArtefactError, DBlastError
 from dblast.reproduction.profiles import SMOLLM2
 from dblast.reproduction.prompts.own import (
     FEWEST,
@@ -18,7 +18,13 @@ from dblast.reproduction.prompts.own import (
     read_own,
     without_repeats,
 )
-from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts, prompt_spec, training_prompt_ids
+from dblast.reproduction.prompts.plan import (
+    calibration_ids,
+    check_evaluation_prompts,
+    evaluation_prompts,
+    prompt_spec,
+    training_prompt_ids,
+)
 from dblast.reproduction.prompts.sources import Prompt, PromptError, load_prompts
 
 
@@ -115,3 +121,11 @@ def test_a_plan_finds_kept_prompts_by_content(llama):
     own_file(name, "training").write_text("{")
     with pytest.raises(ArtefactError, match="missing or damaged"):
         training_prompt_ids(plan, llama)
+
+
+def test_a_file_for_evaluation_alone_is_checked_against_the_target(tmp_path, llama):
+    path = write_lines(tmp_path / "mine.jsonl", {"prompt": "w4 w5"}, {"prompt": "w6 " * 60})
+    plan = replace(SMOLLM2, data=replace(SMOLLM2.data, prompts=str(path), evaluation_tokens=40))
+    with pytest.raises(DBlastError, match="prompt 'text-line2' has 60 tokens"):
+        check_evaluation_prompts(plan, llama)
+    check_evaluation_prompts(replace(plan, data=replace(plan.data, evaluation_tokens=36)), llama)

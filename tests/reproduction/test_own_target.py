@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +72,8 @@ def test_an_output_that_exists_or_cannot_be_made_is_refused(request_, tmp_path):
         check_request(request_, tmp_path)
     with pytest.raises(DBlastError, match="is no folder"):
         check_request(request_, tmp_path / "absent" / "out")
+    with pytest.raises(DBlastError, match="cannot be made"):
+        check_request(request_, Path("/proc/out"))
 
 
 def test_one_process_makes_an_output_at_a_time(tmp_path):
@@ -242,6 +245,8 @@ def test_a_run_from_a_given_drafter_only_fine_tunes(own, request_, slow, tmp_pat
     assert not any(line.startswith("pre-training") for line in said)
     assert DBlastDrafter.load(out).config.num_categories == 1
     assert "different blocks" not in (out / "report.md").read_text()
+    table = evaluate_drafter(str(start), request_.prompts, response_tokens=12, per_task=4, say=said.append)
+    assert set(table.K) == {0} and table.category_temperature.isna().all()
     with pytest.raises(DBlastError, match="has --block-length 2, not 3"):
         prepare(replace(request_, start=str(start)))
     with pytest.raises(DBlastError, match="has category heads already"):

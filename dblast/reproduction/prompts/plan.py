@@ -57,6 +57,21 @@ def evaluation_prompts(plan: Plan, target: Target) -> list[EncodedPrompt]:
     return _encode(_evaluation_texts(plan), target)
 
 
+def check_evaluation_prompts(plan: Plan, target: Target) -> None:
+    """Refuse prompts that with their answers pass the target's context limit, before anything is sampled.
+
+    Raises:
+        DBlastError: see above; it names the prompt.
+    """
+    limit, tokens = getattr(target.model.config, "max_position_embeddings", None), plan.data.evaluation_tokens
+    for prompt in evaluation_prompts(plan, target):
+        if limit and len(prompt.ids) + tokens > limit:
+            raise DBlastError(
+                f"{plan.data.prompts}: prompt {prompt.prompt_id!r} has {len(prompt.ids)} tokens, which with an answer "
+                f"of {tokens} pass the target's context limit of {limit}; shorten it or leave it out"
+            )
+
+
 def _own_evaluation(data: DataConfig) -> list[EncodedPrompt]:
     """Encoded prompts of one's own: the first ``evaluation_per_task`` of every task."""
     rows = open_own(data.prompts, "evaluation")
@@ -96,7 +111,8 @@ def training_prompt_ids(plan: Plan, target: Target) -> list[EncodedPrompt]:
     if plan.data.prompts.startswith(OWN):
         # More responses than prompts: every prompt is answered several times.
         rows = open_own(plan.data.prompts, "training")
-        return [replace(rows[i % len(rows)], prompt_id=f"{rows[i % len(rows)].prompt_id}-{i // len(rows)}") for i in range(count)]
+        again = [(rows[i % len(rows)], i // len(rows)) for i in range(count)]
+        return [replace(row, prompt_id=f"{row.prompt_id}-{turn}") for row, turn in again]
     source = "hub" if plan.data.prompts == "hub" else "bundled"
     # Tasks that only one's own evaluation file knows have no training prompts here: those of all tasks serve.
     tasks = tuple(task for task in plan.data.tasks or TASKS if task in TASKS) or TASKS
