@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dblast.errors import DBlastError
-from dblast.reproduction.paths import DATA
+from dblast.reproduction.paths import DATA, check_data
 from dblast.support.files import check_manifest
 
 CHECKPOINTS = DATA / "checkpoints"
@@ -30,4 +30,5 @@ def shipped_drafter(target: str) -> Path:
         raise DBlastError(
             f"no drafter is shipped for {target!r}, only for {', '.join(SHIPPED)}; start from 'target' or 'random' instead"
         )
+    check_data("the shipped drafter is", "train one (`python -m dblast drafter --help`) and give its folder")
     return check_manifest(CHECKPOINTS / SHIPPED[target])

@@ -7,6 +7,7 @@ Commands import what they need and check their input first: torch and transforme
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +16,7 @@ import typer
 
 from dblast.errors import DBlastError, storage_reason
 from dblast.reproduction import own_commands
-from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROMPT_SOURCES, STARTS
+from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROFILES, PROMPT_SOURCES, STARTS
 from dblast.reproduction.requirements import check_numbers, check_output, size
 
 if TYPE_CHECKING:
@@ -28,7 +29,22 @@ app = typer.Typer(
     help="DBLAST: dependent block drafting for stochastic speculative decoding.",
 )
 
-ProfileOption = Annotated[str, typer.Option(help="Profile name; `profiles` lists them.")]
+
+
+def _one_of(names: tuple[str, ...], kind: str, plural: str) -> Callable[[str], str]:
+    """Refuses a word that names nothing, before torch is imported."""
+
+    def check(value: str) -> str:
+        if value not in names:
+            raise DBlastError(f"unknown {kind} {value!r}; known {plural}: {', '.join(names)}")
+        return value
+
+    return check
+
+
+ProfileOption = Annotated[
+    str, typer.Option(help="Profile name; `profiles` lists them.", callback=_one_of(PROFILES, "profile", "profiles"))
+]
 
 
 @app.command()
@@ -86,7 +102,8 @@ def train(
         str,
         typer.Option(
             help=f"{', '.join(LOSSES)}, or another objective: {', '.join(OBJECTIVES)}; "
-            "those ending in 1 use the sampled token alone."
+            "those ending in 1 use the sampled token alone.",
+            callback=_one_of((*LOSSES, *OBJECTIVES), "loss", "losses"),
         ),
     ] = "AL",
     construction: Annotated[str, typer.Option(help=f"AL loss: {', '.join(AL_CONSTRUCTIONS)}.")] = "all_prefixes",

@@ -85,6 +85,10 @@ def default_drafter() -> Path:
     """A drafter for SmolLM2: the cpu profile's with K = 4 and the AL loss (seed 0) if it has been trained, else the
     shipped DFlash drafter, which has no category heads.
     """
+    from dblast.reproduction.paths import check_data
+
+    check_data("the drafter that is used without --drafter is", "give --drafter FOLDER, made with `python -m dblast drafter`")
+
     from dblast.reproduction.checkpoints import shipped_drafter
     from dblast.reproduction.experiments import variant_stage
     from dblast.reproduction.profiles import Variant, get_profile

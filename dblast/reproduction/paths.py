@@ -23,6 +23,16 @@ RESULTS = OUTPUT / "data" / "results"
 REGENERATE = "DBLAST_REGENERATE"
 
 
+def check_data(what: str, advice: str) -> None:
+    """Refuse what needs the repository's own data where only the package is installed.
+
+    Raises:
+        DBlastError: there is no data; the message begins with ``what`` is missing and ends with ``advice``.
+    """
+    if not PAPER.is_dir():
+        raise DBlastError(f"{what} part of dblast's repository (data/), not of the installed package: clone it, or {advice}")
+
+
 def figures_folder(profile: str) -> Path:
     """Where a profile's figures and tables are written: ``figures/<profile>`` by a batch run.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dblast.reproduction import names
+from dblast.reproduction import names, profiles
 from dblast.reproduction import demo
 from dblast import losses
 from dblast.reproduction import objectives
@@ -54,6 +54,8 @@ def run(modules, arguments):
         (["generate", "--prompt", "Hi", "--category-temperature", "-1"], "--category-temperature must be a number and not be negative, got -1.0"),
         (["train", "--target", "smollm2", "--model", "/missing/model"], "no such folder '/missing/model'"),
         (["train", "--output", "."], "exists already"),
+        (["reproduce", "--profile", "nope"], "unknown profile 'nope'; known profiles: smoke, cpu"),
+        (["train", "--loss", "nope"], "unknown loss 'nope'; known losses: NLL, AL"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -75,8 +77,8 @@ def test_usage_errors_keep_their_text_and_import_nothing(arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["reproduce", "--profile", "nope"], "unknown profile 'nope'"),
-        (["train", "--loss", "nope"], "unknown loss 'nope'"),
+        (["train", "--target", "nope"], "no target 'nope'"),
+        (["train", "--construction", "nope"], "unknown"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -88,6 +90,7 @@ def test_a_plan_is_refused_before_the_stages_are_imported(arguments, words):
 
 
 def test_the_command_line_shows_every_name_that_is_known():
+    assert names.PROFILES == tuple(profiles.PROFILES)
     assert (*names.LOSSES, *names.OBJECTIVES) == tuple(losses.LOSSES) and names.OBJECTIVES == tuple(objectives.OBJECTIVES)
     assert names.AL_CONSTRUCTIONS == losses.AL_CONSTRUCTIONS
     wide = {"COLUMNS": "400", "NO_COLOR": "1"}

@@ -9,8 +9,11 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from dblast.errors import DBlastError
 from dblast.reproduction import cli, paths
+from dblast.reproduction.checkpoints import shipped_drafter
 from dblast.reproduction.paths import ROOT
+from dblast.reproduction.prompts import sources
 from tests.method.test_package import DISTRIBUTIONS
 
 
@@ -65,3 +68,19 @@ def test_help_loads_no_library(arguments):
     )
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0 and re.search(r"loaded:\s*$", done.stdout)
+
+
+def test_without_the_repositorys_data_one_line_says_where_a_drafter_comes_from(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(paths, "PAPER", tmp_path / "paper")
+    code, text = run(monkeypatch, capsys, "generate", "--prompt", "Hi")
+    assert code == 2 and len(text.strip().splitlines()) == 1
+    assert "part of dblast's repository" in text and "give --drafter FOLDER" in text
+    with pytest.raises(DBlastError, match="the shipped drafter is part of dblast's repository"):
+        shipped_drafter("smollm2")
+
+
+def test_without_the_repositorys_data_prompts_of_ones_own_are_asked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr(sources, "DATA", tmp_path / "data")
+    monkeypatch.setattr(sources, "EVALUATION_FILE", tmp_path / "data" / "evaluation.jsonl")
+    with pytest.raises(DBlastError, match="bundled prompts are part of dblast's repository.* --prompts FILE"):
+        sources.load_prompts("bundled")

@@ -111,7 +111,12 @@ def _bundled() -> list[Prompt]:
     """The bundled evaluation set, if it is the one that this version comes with."""
     data = EVALUATION_FILE.read_bytes() if EVALUATION_FILE.is_file() else b""
     if hashlib.sha256(data.replace(b"\r\n", b"\n")).hexdigest() != EVALUATION_SHA256:
-        raise PromptError(f"{EVALUATION_FILE} is missing or changed; restore it with git, or give your own prompts as a JSONL file")
+        raise PromptError(
+            f"{EVALUATION_FILE} is missing or changed; restore it with git, or give your own prompts as a JSONL file"
+            if DATA.is_dir()
+            else "the bundled prompts are part of dblast's repository, not of the installed package: clone it, or give "
+            "--prompts FILE with your own as JSON lines"
+        )
     return read_prompts(EVALUATION_FILE)
 
 
