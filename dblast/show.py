@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
