@@ -1,7 +1,7 @@
 """DBLAST: dependent block drafting for stochastic speculative decoding.
 
 The method. The names below are loaded on first use, so that ``import dblast`` costs nothing;
-:mod:`dblast.losses` and :mod:`dblast.verifier` hold the losses and the proposals. The study of the
+:mod:`dblast.losses`, :mod:`dblast.proposals` and :mod:`dblast.verifier` hold what their names say. The study of the
 paper, its figures and tables, is :mod:`dblast.reproduction`.
 """
 

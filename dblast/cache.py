@@ -125,6 +125,10 @@ class RowCache(Cache):
                 layer.keep(torch.tensor(rows, device=layer.keys.device))
 
 
+#: Rotary embeddings that turn a position by the same angle however long the text, and whatever else is in the batch.
+FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+
+
 def _check_attention(model: PreTrainedModel) -> None:
     """Refuse a target that plain decoding and this cache would not read alike.
 
@@ -133,6 +137,9 @@ def _check_attention(model: PreTrainedModel) -> None:
     """
     config = model.config
     check_supported(config)
+    rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if rotary not in FIXED_ROTARY:
+        raise DBlastError(f"rope type {rotary!r} turns by angles that depend on the text's length, which is not supported")
     # Mistral has one window for all its layers, whatever a list of layers says.
     if config.model_type == "mistral" and getattr(config, "sliding_window", None):
         raise DBlastError(

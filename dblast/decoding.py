@@ -19,12 +19,13 @@ from transformers.utils import ModelOutput
 from dblast.cache import BlockDecoder
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
+from dblast.proposals import check_drafting, check_output, nothing_drafted, propose
 from dblast.sampling import LARGEST, SamplingSettings
 from dblast.support.checks import check_finite, check_whole, prompt_tensors, token_ids
 from dblast.support.generation_options import read_options
 from dblast.targets import Target
 from dblast.trees import TREE_NODES, draft_tree, walk
-from dblast.verifier import check_drafting, check_output, nothing_drafted, propose, verify_block
+from dblast.verifier import verify_block
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def step(
 
     Args:
         left: how many more tokens each sequence may have, at least one.
-        drafting: arguments of :func:`dblast.verifier.propose`.
+        drafting: arguments of :func:`dblast.proposals.propose`.
     """
     # The pass's own token needs room, so a block never drafts past the longest budget.
     length = min(decoder.drafter.config.block_length, max(left) - 1)

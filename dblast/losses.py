@@ -56,7 +56,7 @@ def conditional_log_q(log_q: Tensor, log_prior: Tensor, valid: Tensor | None = N
     """log q(x_i | y, x_<i) of the soft mixture, (N, b): differences of :func:`prefix_log_q` (eq. 12).
 
     The form for training: clamped at LOG_FLOOR, so that gradients stay finite where no branch can draft x_i, and zero
-    where the block has ended. Decoding and replay use :func:`dblast.verifier.soft_conditional`, which clamps nothing.
+    where the block has ended. Decoding and replay use :func:`dblast.proposals.soft_conditional`, which clamps nothing.
     """
     prefix = prefix_log_q(log_q, log_prior, valid)
     return torch.cat([prefix[..., :1], prefix[..., 1:] - prefix[..., :-1]], dim=-1)

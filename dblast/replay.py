@@ -28,11 +28,12 @@ from torch import Tensor
 
 from dblast.drafter import DBlastDrafter, log_category_prior
 from dblast.errors import DBlastError
+from dblast.proposals import MODES, check_mode, check_output
 from dblast.support.checks import check_number, check_whole
 from dblast.support.progress import progress
 from dblast.trajectories import Trajectory, pack_first
 from dblast.trees import TREE_NODES, branch_trie, draft_trees
-from dblast.verifier import MODES, check_mode, check_output, greedy_branch_acceptance, soft_acceptance
+from dblast.verifier import greedy_branch_acceptance, soft_acceptance
 
 
 def _check_acceptance(acceptance: Tensor) -> None:

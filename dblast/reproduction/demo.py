@@ -182,7 +182,7 @@ def decode_and_compare(
     from dblast.decoding import generate
     from dblast.reproduction.pairs import nearest_setting, open_pair
     from dblast.show import show_blocks
-    from dblast.verifier import check_mode
+    from dblast.proposals import check_mode
 
     check_mode(mode, num_categories=1)
     if drafter_folder is None:

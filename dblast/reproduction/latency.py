@@ -20,6 +20,7 @@ from transformers import DynamicCache
 from dblast.cache import BlockDecoder
 from dblast.decoding import target_support
 from dblast.drafter import DBlastDrafter
+from dblast.proposals import propose
 from dblast.reproduction.experiments import for_decoding, open_drafter, open_target, prepare_pretrained
 from dblast.reproduction.latency_tables import BARE, PARTS, REPEATS
 from dblast.reproduction.plans import Plan
@@ -27,7 +28,7 @@ from dblast.reproduction.prompts.plan import evaluation_prompts
 from dblast.sampling import SamplingSettings, get_setting
 from dblast.support.progress import progress
 from dblast.targets import Target
-from dblast.verifier import propose, verify_block
+from dblast.verifier import verify_block
 
 #: Categories that are timed; 0 is the drafter without expander and prior.
 CATEGORIES = (0, 1, 2, 4, 8)

@@ -24,10 +24,11 @@ from dblast.cache import BlockDecoder
 from dblast.decoding import generate, target_support
 from dblast.drafter import DraftOutput, log_category_prior, most_likely
 from dblast.errors import DBlastError
+from dblast.proposals import greedy_branch_proposal, propose
 from dblast.replay import expected_accepted, expected_passes, score, trajectory_acceptance, tree_acceptance
 from dblast.sampling import SamplingSettings
 from dblast.targets import wrap_target
-from dblast.verifier import greedy_branch_proposal, propose, verify_block
+from dblast.verifier import verify_block
 from tests.checks import one_line
 from tests.conftest import MASK_TOKEN_ID, SHAPE, VOCABULARY_SIZE, randomise, seeded
 from tests.helpers import generator

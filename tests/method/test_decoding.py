@@ -22,7 +22,7 @@ from dblast.reproduction.demo import default_drafter
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.decoding import Generated, Step, custom_generate, generate, target_support
-from dblast.verifier import greedy_branch_proposal, soft_proposal
+from dblast.proposals import greedy_branch_proposal, soft_proposal
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
 from dblast.replay import score

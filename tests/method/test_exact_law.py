@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dblast import verifier
+from dblast import proposals, verifier
 from dblast.decoding import generate
 from dblast.sampling import SamplingSettings
 from dblast.targets import wrap_target
@@ -46,12 +46,12 @@ def accept_with_p(p_x, q_x):
     return p_x
 
 
-def q_of_the_drawn_branch_greedy(branch_tokens, log_prior, category, original=verifier.greedy_branch_proposal):
+def q_of_the_drawn_branch_greedy(branch_tokens, log_prior, category, original=proposals.greedy_branch_proposal):
     proposal = original(branch_tokens, log_prior, category)
     return replace(proposal, q_drafted=torch.ones_like(proposal.q_drafted))
 
 
-def q_of_the_drawn_branch_soft(position_log_q, log_prior, category, column, *ids, original=verifier.soft_proposal):
+def q_of_the_drawn_branch_soft(position_log_q, log_prior, category, column, *ids, original=proposals.soft_proposal):
     proposal = original(position_log_q, log_prior, category, column, *ids)
     chosen = position_log_q[torch.arange(len(category)), category]
     return replace(proposal, q_drafted=chosen.gather(-1, column.unsqueeze(-1)).squeeze(-1).exp())
@@ -64,8 +64,8 @@ MUTANTS = {
     "residual not renormalised": (verifier, "residual_distribution", residual_not_normalised, BOTH),
     "redrawn freely on a mismatch": (verifier, "residual_distribution", redraw_from_the_target, BOTH),
     "accepted with p": (verifier, "accept_ratio", accept_with_p, BOTH),
-    "q of the drawn branch": (verifier, "greedy_branch_proposal", q_of_the_drawn_branch_greedy, ("greedy_branch",)),
-    "q of the drawn branch, soft": (verifier, "soft_proposal", q_of_the_drawn_branch_soft, ("soft",)),
+    "q of the drawn branch": (proposals, "greedy_branch_proposal", q_of_the_drawn_branch_greedy, ("greedy_branch",)),
+    "q of the drawn branch, soft": (proposals, "soft_proposal", q_of_the_drawn_branch_soft, ("soft",)),
 }
 CASES = [(name, mode) for name, (*_, modes) in MUTANTS.items() for mode in modes]
 
@@ -100,7 +100,7 @@ class ToyDrafter:
         branches = len(tokens)
         if mode == "greedy_branch":
             category = torch.arange(branches)
-            made = verifier.greedy_branch_proposal(
+            made = proposals.greedy_branch_proposal(
                 tokens[:, :length].expand(branches, -1, -1), log_prior.expand(branches, -1), category
             )
             return made, log_prior.exp()
@@ -108,7 +108,7 @@ class ToyDrafter:
         category = torch.arange(branches).repeat_interleave(len(blocks))
         column = blocks.repeat(branches, 1)
         many = len(category)
-        made = verifier.soft_proposal(
+        made = proposals.soft_proposal(
             log_q[:, :length].expand(many, -1, -1, -1), log_prior.expand(many, -1), category, column
         )
         drawn = log_q[category.unsqueeze(1), torch.arange(length), column].sum(-1)
@@ -290,7 +290,7 @@ def test_simulation_finds_the_mutants(toy, make_drafter, name, mode, monkeypatch
 
 def verify(branches, log_prior, category, p, uniform, seed=0):
     """One verified block of a greedy-branch proposal, p dense (b + 1, V)."""
-    made = verifier.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([category]))
+    made = proposals.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([category]))
     tokens = torch.arange(p.shape[-1]).expand(1, *p.shape)
     uniform = torch.full(made.drafted.shape, uniform)
     return verifier.verify_block(made, tokens, p.unsqueeze(0), generator=generator(seed), uniform=uniform)
@@ -332,7 +332,7 @@ def test_branches_that_share_a_prefix_pool_their_prior():
 
 def test_forced_rejection_at_every_slot_replaces_with_the_excess_of_the_target():
     branches, log_prior = torch.tensor([[0, 1, 2]]), torch.zeros(1)
-    made = verifier.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([0]))
+    made = proposals.greedy_branch_proposal(branches.unsqueeze(0), log_prior.unsqueeze(0), torch.tensor([0]))
     p = torch.full((1, 4, 3), 1 / 3)
     tokens = torch.arange(3).expand(1, 4, 3)
     for slot in range(4):

@@ -9,18 +9,20 @@ import pytest
 import torch
 
 from dblast.losses import conditional_log_q
-from dblast.verifier import (
-    accept_ratio,
-    acceptance_given_emitted,
+from dblast.proposals import (
     branch_posterior,
-    greedy_branch_acceptance,
     greedy_branch_conditional,
     greedy_branch_proposal,
     point_masses,
-    residual_distribution,
-    soft_acceptance,
     soft_conditional,
     soft_proposal,
+)
+from dblast.verifier import (
+    accept_ratio,
+    acceptance_given_emitted,
+    greedy_branch_acceptance,
+    residual_distribution,
+    soft_acceptance,
 )
 from tests.helpers import (
     all_blocks,

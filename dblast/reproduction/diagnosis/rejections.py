@@ -33,10 +33,11 @@ from torch import Tensor
 
 from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
+from dblast.proposals import greedy_branch_conditional
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.support.progress import progress
 from dblast.trajectories import Trajectory, pack_first
-from dblast.verifier import acceptance_given_emitted, greedy_branch_conditional
+from dblast.verifier import acceptance_given_emitted
 
 #: Why a drafted token was lost, in the order of the tests.
 CAUSES = ("underweighted", "other_branch", "not_offered", "unknown")
