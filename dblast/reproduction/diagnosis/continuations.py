@@ -20,6 +20,7 @@ from transformers import DynamicCache
 
 from dblast.errors import ArtefactError, DBlastError
 from dblast.sampling import SamplingSettings
+from dblast.support.checks import check_whole
 from dblast.support.files import Shards
 from dblast.support.progress import progress
 from dblast.targets import Target, attention_mask, last_position
@@ -101,8 +102,8 @@ def sample_continuations(
     Raises:
         DBlastError: a count below one, an empty prefix, or the context limit would be passed.
     """
-    if continuations < 1 or block_length < 1:
-        raise DBlastError(f"need at least one continuation of one token, got {continuations} of {block_length}")
+    check_whole("number of continuations", continuations, 1)
+    check_whole("block length b", block_length, 1)
     if any(len(prefix) == 0 for prefix in prefixes):
         raise DBlastError("a prefix has no tokens")
     model, device, count = target.model, target.device, len(prefixes)

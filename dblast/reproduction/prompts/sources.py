@@ -18,6 +18,7 @@ from typing import Any
 from dblast.errors import DBlastError
 from dblast.reproduction.paths import DATA
 from dblast.reproduction.prompts.templates import SHAPES, fill
+from dblast.support.checks import is_whole
 
 TASKS = ("maths", "chat", "code", "creative")
 
@@ -174,8 +175,8 @@ def training_prompts(
             source has, or the hub cannot be reached.
     """
     wanted = _checked_tasks(tasks)
-    if n < 1:
-        raise PromptError(f"n must be at least 1, not {n}")
+    if not (is_whole(n) and n >= 1):
+        raise PromptError(f"n must be an integer of at least 1, not {n}")
     if source == "hub":
         return _tulu_prompts(n, seed, wanted)
     if source != "bundled":
