@@ -40,14 +40,25 @@ def small_profile(name: str, parallel: bool):
 
     plan = replace(
         TINY,
-        tiny=TinyTargetConfig(steps=40, batch_size=16),
-        data=replace(TINY.data, training_prompts=96, training_tokens=32, evaluation_per_task=6, evaluation_tokens=24, batch_size=16),
-        pretrain=replace(TINY.pretrain, steps=24, evaluate_every=8, checkpoint_every=2, sequences=4),
-        finetune=replace(TINY.finetune, steps=12 if name == "small" else 10, evaluate_every=4, checkpoint_every=2, sequences=4),
+        tiny=TinyTargetConfig(steps=10, batch_size=8),
+        data=replace(
+            TINY.data, training_prompts=64, training_tokens=32, evaluation_per_task=4, evaluation_tokens=24, batch_size=16
+        ),
+        pretrain=replace(TINY.pretrain, steps=12, evaluate_every=6, checkpoint_every=2, sequences=4),
+        finetune=replace(TINY.finetune, steps=8 if name == "small" else 6, evaluate_every=4, checkpoint_every=2, sequences=4),
         variants=MAIN,
         seeds=(0,),
+        category_temperatures=(0.0, 1.0),
         parallel=parallel,
-        diagnosis=replace(TINY.diagnosis, oracle_prefixes=12, oracle_continuations=16, training_prompts=48, points=24),
+        diagnosis=replace(
+            TINY.diagnosis,
+            oracle_prefixes=8,
+            oracle_continuations=8,
+            training_prompts=32,
+            points=16,
+            continuations=8,
+            rejection_anchors=8,
+        ),
     )
     return Profile(name, (plan,))
 
@@ -109,7 +120,7 @@ def at_work(cache: Path) -> str | None:
 
 
 def kills(profile: str, count: int, seed: int, folder: Path) -> None:
-    """Kill runs at random moments of the stages killed least so far, until ``count`` kills are done; each run is then finished."""
+    """Kill runs at random moments of every kind of stage, until ``count`` kills are done; each is then finished."""
     rng = random.Random(seed)
     whole = Run(profile, folder / "whole cache", folder / "whole")
     spent: dict[str, float] = collections.defaultdict(float)
@@ -127,14 +138,13 @@ def kills(profile: str, count: int, seed: int, folder: Path) -> None:
     finished = 0
     while done.total() < count:
         cache, output, parallel = folder / f"cache {finished}", folder / f"round-{finished}", finished % 2 == 1
-        while done.total() < count:
+        # Through the stages in their order, one or two kills each; a stage that is passed too soon is left out.
+        for wanted in [kind for kind in KINDS if spent[kind] for _ in range(rng.randint(1, 2))]:
             run = Run(profile, cache, output, parallel)
-            wanted = min((kind for kind in KINDS if spent[kind]), key=lambda kind: (done[kind], rng.random()))
             if _kill_in(wanted, run, cache, output, rng, spent):
                 done[at_work(cache) or "tables"] += 1
                 print(f"kill {done.total()}: {dict(done)}", flush=True)
-            else:
-                run.finish()
+            if done.total() == count:
                 break
         Run(profile, cache, output, parallel).finish()
         print(f"round {finished}: {compare(folder / 'whole', output)} tables are equal to the last digit", flush=True)
@@ -142,17 +152,19 @@ def kills(profile: str, count: int, seed: int, folder: Path) -> None:
 
 
 def _kill_in(wanted: str, run: Run, cache: Path, output: Path, rng: random.Random, spent: dict[str, float]) -> bool:
-    """Kill a run at a random moment of a kind of stage (of several of that kind, any); False if it ended before."""
+    """Kill a run at a random moment after it enters a kind of stage; False if it ended before."""
     delay = rng.uniform(0, spent[wanted])
     entered = None
     while run.process.poll() is None:
         now = time.monotonic()
-        if entered is None and (at_work(cache) or ("tables" if output.exists() else None)) == wanted:
+        kind = at_work(cache) or ("tables" if output.exists() else None)
+        if entered is None and kind is not None and KINDS.index(kind) >= KINDS.index(wanted):
             entered = now
         if entered is not None and now - entered >= delay:
             run.kill(group=rng.random() < 0.5)
             return True
         time.sleep(0.01)
+    run.finish()
     return False
 
 
