@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dblast.errors import DBlastError, storage_reason
-from dblast.reproduction import own_commands
 from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROFILES, PROMPT_SOURCES, STARTS
-from dblast.reproduction.requirements import check_numbers, check_output, size
+from dblast.reproduction.own import commands as own_commands
+from dblast.reproduction.own.requirements import check_numbers, check_output, size
 
 if TYPE_CHECKING:
     from dblast.reproduction.plans import Plan
@@ -266,7 +266,7 @@ def generate(
 ) -> None:
     """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour."""
     from dblast.reproduction.demo import check_request, check_sampling, decode_and_compare
-    from dblast.reproduction.own_target import parse_chat_options
+    from dblast.reproduction.own.target import parse_chat_options
 
     # Before torch is imported, which the settings need.
     check_sampling(temperature, top_k, top_p)

@@ -180,9 +180,9 @@ def decode_and_compare(
     import torch
 
     from dblast.decoding import generate
-    from dblast.reproduction.pairs import nearest_setting, open_pair
-    from dblast.show import show_blocks
     from dblast.proposals import check_mode
+    from dblast.reproduction.own.pairs import nearest_setting, open_pair
+    from dblast.show import show_blocks
 
     check_mode(mode, num_categories=1)
     if drafter_folder is None:

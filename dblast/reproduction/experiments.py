@@ -30,6 +30,7 @@ from dblast.reproduction.identity import check_commit, model_identity
 from dblast.reproduction.initialise import start_drafter
 from dblast.reproduction.language import synthetic
 from dblast.reproduction.language.tiny import train_tiny_target
+from dblast.reproduction.own.requirements import check_memory
 from dblast.reproduction.plans import Plan, Variant
 from dblast.reproduction.progress import silence_worker
 from dblast.reproduction.prompts.plan import (
@@ -39,7 +40,6 @@ from dblast.reproduction.prompts.plan import (
     prompt_spec,
     training_prompt_ids,
 )
-from dblast.reproduction.requirements import check_memory
 from dblast.reproduction.stages import RUN, Stage
 from dblast.sampling import get_setting
 from dblast.support.files import MANIFEST, RECORD, sha256_file

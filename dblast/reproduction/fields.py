@@ -7,8 +7,8 @@ import typing
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from dblast.support.checks import check_number, is_whole
 from dblast.errors import DBlastError
+from dblast.support.checks import check_number, is_whole
 
 
 def check_fields(config: Any) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from dblast.support.checks import check_whole
 from dblast.errors import DBlastError
 from dblast.reproduction import objectives  # noqa: F401  (adds the losses of other papers to dblast.losses.LOSSES)
 from dblast.reproduction.fields import check_fields
 from dblast.reproduction.language.synthetic import KINDS
 from dblast.reproduction.prompts.sources import load_prompts
 from dblast.sampling import get_setting
+from dblast.support.checks import check_whole
 from dblast.training import TrainingConfig
 
 #: Seeds up to here leave room for what is added to them, for every generator in use.

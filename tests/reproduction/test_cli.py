@@ -124,7 +124,7 @@ def test_an_unknown_mode_is_refused_before_a_model_is_loaded(monkeypatch):
     def load(*_, **__):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("dblast.reproduction.pairs.load_target", load)
+    monkeypatch.setattr("dblast.reproduction.own.pairs.load_target", load)
     done = CliRunner().invoke(app, ["generate", "--prompt", "Hi", "--mode", "nope"])
     assert isinstance(done.exception, DBlastError) and "unknown proposal mode 'nope'" in str(done.exception)
 

@@ -5,8 +5,8 @@ import pandas as pd
 import pytest
 
 from dblast.errors import DBlastError
-from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_temperature, readable
-from dblast.reproduction.evaluation_plots import curves_figure, evaluation_figure, png
+from dblast.reproduction.own.evaluation import accepted_lengths, at_calibrated_temperature, readable
+from dblast.reproduction.own.plots import curves_figure, evaluation_figure, png
 
 
 def scores(temperatures=(0.0, 1.0), categories=4, prompts=10):

@@ -11,14 +11,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
-from dblast.reproduction import own_run, profiles
-from dblast.reproduction.budget import Speeds, choose_sizes, with_sizes
-from dblast.reproduction.evaluate import evaluate_drafter
+from dblast.reproduction import profiles
+from dblast.reproduction.own import run as own_run
+from dblast.reproduction.own.budget import Speeds, choose_sizes, with_sizes
+from dblast.reproduction.own.evaluate import evaluate_drafter
 from dblast.reproduction.language.small import make_small_target, small_prompts
-from dblast.reproduction.own_run import make_drafter
-from dblast.reproduction.own_target import Request, check_request, parse_chat_options, prepare
+from dblast.reproduction.own.run import make_drafter
+from dblast.reproduction.own.target import Request, check_request, parse_chat_options, prepare
 from dblast.reproduction.profiles import SMOLLM2
-from dblast.reproduction.requirements import check_memory, check_numbers, memory_need, size, sole_writer
+from dblast.reproduction.own.requirements import check_memory, check_numbers, memory_need, size, sole_writer
 from tests.checks import one_line
 
 #: A machine so slow that an hour gives few steps.
@@ -169,7 +170,7 @@ def test_memory_grows_with_categories_and_blocks(request_, monkeypatch):
     need = memory_need(plan, config, 64)
     assert memory_need(many, config, 64).drafter > 10 * need.drafter
     assert memory_need(long, config, 64).training > 100 * need.training
-    monkeypatch.setattr("dblast.reproduction.requirements.free_memory", lambda: 2e9)
+    monkeypatch.setattr("dblast.reproduction.own.requirements.free_memory", lambda: 2e9)
     check_memory(plan, config, 64)
     with pytest.raises(DBlastError, match="lower -K or --block-length"):
         check_memory(long, config, 64)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dblast.errors import DBlastError
 from dblast.reproduction.names import STARTS
-from dblast.reproduction.requirements import check_cache, check_numbers, check_output
+from dblast.reproduction.own.requirements import check_cache, check_numbers, check_output
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -128,7 +128,7 @@ def _start_config(start: str, target: PreTrainedConfig) -> DBlastConfig:
     Raises:
         DBlastError: it is none, has category heads, or is of another target.
     """
-    from dblast.reproduction.pairs import check_fits, read_drafter_config
+    from dblast.reproduction.own.pairs import check_fits, read_drafter_config
 
     config = read_drafter_config(start)
     check_fits(config, target, f"--start {start}")
@@ -255,9 +255,9 @@ def prepare(request: Request) -> Prepared:
     from dblast.backbone import DBlastConfig
     from dblast.reproduction.experiments import default_device
     from dblast.reproduction.initialise import start_drafter
-    from dblast.reproduction.pairs import read_drafter_config, read_target_config
+    from dblast.reproduction.own.pairs import read_drafter_config, read_target_config
+    from dblast.reproduction.own.requirements import check_memory
     from dblast.reproduction.prompts.own import open_own
-    from dblast.reproduction.requirements import check_memory
     from dblast.targets import CHAT_OPTIONS, load_target, propose_mask_token
 
     if request.target == "smollm2" and request.start is None:

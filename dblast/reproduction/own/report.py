@@ -9,9 +9,9 @@ import jinja2
 import pandas as pd
 
 from dblast.reproduction.configuration import configuration_rows
-from dblast.reproduction.evaluation import ALL, readable
-from dblast.reproduction.evaluation_plots import curves_figure, evaluation_figure, png
-from dblast.reproduction.requirements import size
+from dblast.reproduction.own.evaluation import ALL, readable
+from dblast.reproduction.own.plots import curves_figure, evaluation_figure, png
+from dblast.reproduction.own.requirements import size
 
 #: What each column of branch health means.
 HEALTH = {
@@ -121,9 +121,9 @@ def write_report(
 
     Args:
         name: of the target.
-        accepted: :func:`dblast.reproduction.evaluation.accepted_lengths`.
+        accepted: :func:`dblast.reproduction.own.evaluation.accepted_lengths`.
         health: branch health by setting; empty for K = 1.
-        speed: :func:`dblast.reproduction.own_run.decoding_speed`.
+        speed: :func:`dblast.reproduction.own.run.decoding_speed`.
         costs: ``what, tokens, anchors, disk, minutes``, the last row for all.
         starts: how many times the run was started.
         histories: training curves by stage.

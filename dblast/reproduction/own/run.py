@@ -19,9 +19,6 @@ from safetensors import SafetensorError, safe_open
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.reproduction.branch_health import drafter_health
-from dblast.reproduction.budget import Sizes, Speeds, choose_sizes, measure, with_sizes
-from dblast.reproduction.evaluate import USED_PROMPTS, prompt_hash
-from dblast.reproduction.evaluation import accepted_lengths, at_calibrated_temperature, score_proposals
 from dblast.reproduction.experiments import (
     on_pretraining_data,
     open_drafter,
@@ -32,14 +29,17 @@ from dblast.reproduction.experiments import (
     trajectory_stage,
     variant_stage,
 )
-from dblast.reproduction.own_costs import forecast, sample_sets, stage_cost
-from dblast.reproduction.own_report import configuration_in_words, write_report
-from dblast.reproduction.own_speed import decoding_speed
-from dblast.reproduction.own_target import Prepared, Request, check_request, prepare
+from dblast.reproduction.own.budget import Sizes, Speeds, choose_sizes, measure, with_sizes
+from dblast.reproduction.own.costs import forecast, sample_sets, stage_cost
+from dblast.reproduction.own.evaluate import USED_PROMPTS, prompt_hash
+from dblast.reproduction.own.evaluation import accepted_lengths, at_calibrated_temperature, score_proposals
+from dblast.reproduction.own.report import configuration_in_words, write_report
+from dblast.reproduction.own.requirements import free_disk, size, sole_writer, token_bytes
+from dblast.reproduction.own.speed import decoding_speed
+from dblast.reproduction.own.target import Prepared, Request, check_request, prepare
 from dblast.reproduction.plans import Plan
 from dblast.reproduction.prompts.own import open_own
 from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
-from dblast.reproduction.requirements import free_disk, size, sole_writer, token_bytes
 from dblast.reproduction.stages import RUN, Stage, write_json
 from dblast.support.files import cache_folder
 

@@ -68,7 +68,7 @@ def drafter(
     seed: Seed = 0,
 ) -> None:
     """Make a drafter for your own target: sample, pre-train, fine-tune, evaluate, report. Killed, it resumes."""
-    from dblast.reproduction.own_target import Request, check_request, parse_chat_options
+    from dblast.reproduction.own.target import Request, check_request, parse_chat_options
 
     request = Request(
         target=target,
@@ -90,7 +90,7 @@ def drafter(
     )
     check_request(request, out)
 
-    from dblast.reproduction.own_run import make_drafter
+    from dblast.reproduction.own.run import make_drafter
 
     make_drafter(request, out, typer.echo)
 
@@ -119,8 +119,8 @@ def evaluate(
     seed: Seed = 0,
 ) -> None:
     """Accepted length of a drafter by task, setting and proposal, with 95 % intervals, on answers sampled for it."""
-    from dblast.reproduction.own_target import check_prompt_source, parse_chat_options
-    from dblast.reproduction.requirements import check_cache, check_numbers
+    from dblast.reproduction.own.requirements import check_cache, check_numbers
+    from dblast.reproduction.own.target import check_prompt_source, parse_chat_options
 
     options = parse_chat_options(chat_option, enable_thinking)
     check_numbers(per_task=per_task, response_tokens=response_tokens, seed=seed)
@@ -129,7 +129,7 @@ def evaluate(
         _check_file(option, path)
     check_cache()
 
-    from dblast.reproduction.evaluate import evaluate_drafter
+    from dblast.reproduction.own.evaluate import evaluate_drafter
 
     evaluate_drafter(
         drafter,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dblast.reproduction.budget import Speeds
 from dblast.reproduction.experiments import on_pretraining_data
+from dblast.reproduction.own.budget import Speeds
+from dblast.reproduction.own.requirements import check_memory, free_memory, size, token_bytes
 from dblast.reproduction.plans import Plan
 from dblast.reproduction.prompts.own import open_own
 from dblast.reproduction.prompts.plan import evaluation_prompts
-from dblast.reproduction.requirements import check_memory, free_memory, size, token_bytes
 from dblast.reproduction.stages import Stage
 from dblast.targets import Target
 

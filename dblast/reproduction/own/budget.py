@@ -10,9 +10,9 @@ import torch
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.replay import score
-from dblast.reproduction.evaluation import DEFAULT_PROPOSALS
 from dblast.reproduction.experiments import taps as tapped_layers
 from dblast.reproduction.initialise import start_drafter
+from dblast.reproduction.own.evaluation import DEFAULT_PROPOSALS
 from dblast.reproduction.plans import Plan
 from dblast.reproduction.prompts.plan import evaluation_prompts, training_prompt_ids
 from dblast.sampling import get_setting

@@ -8,7 +8,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from dblast.reproduction.evaluation import ALL, PROPOSAL_NAMES
+from dblast.reproduction.own.evaluation import ALL, PROPOSAL_NAMES
 from dblast.reproduction.plotting import STYLE, TWO_COLUMNS, interval_bars
 
 #: Okabe and Ito's palette without black.
@@ -19,7 +19,7 @@ def evaluation_figure(table: pd.DataFrame) -> Figure:
     """Accepted length in the loop by task, a panel for every setting, with 95 % intervals.
 
     Args:
-        table: from :func:`dblast.reproduction.evaluation.accepted_lengths`.
+        table: from :func:`dblast.reproduction.own.evaluation.accepted_lengths`.
     """
     settings, tasks = list(dict.fromkeys(table.setting)), list(dict.fromkeys(table.task))
     tasks = [task for task in tasks if task != ALL] + [ALL] * (ALL in tasks)

@@ -15,22 +15,22 @@ from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
 from dblast.replay import PROPOSALS
-from dblast.reproduction.evaluation import (
+from dblast.reproduction.experiments import prepare_trajectories
+from dblast.reproduction.own.evaluation import (
     DEFAULT_PROPOSALS,
     accepted_lengths,
     at_calibrated_temperature,
     readable,
     score_proposals,
 )
-from dblast.reproduction.evaluation_plots import evaluation_figure
-from dblast.reproduction.experiments import prepare_trajectories
-from dblast.reproduction.pairs import open_pair
+from dblast.reproduction.own.pairs import open_pair
+from dblast.reproduction.own.plots import evaluation_figure
+from dblast.reproduction.own.requirements import check_memory
 from dblast.reproduction.plans import CATEGORY_TEMPERATURES, DataConfig, DrafterConfig, Plan
 from dblast.reproduction.profiles import SMOLLM2
 from dblast.reproduction.prompts import own
 from dblast.reproduction.prompts.plan import calibration_ids
 from dblast.reproduction.prompts.sources import Prompt, load_prompts
-from dblast.reproduction.requirements import check_memory
 from dblast.reproduction.stages import digest
 from dblast.sampling import SETTINGS, get_setting
 from dblast.targets import Target
@@ -65,7 +65,7 @@ def evaluate_drafter(
         csv, plot: files to write.
 
     Returns:
-        :func:`dblast.reproduction.evaluation.accepted_lengths`' table.
+        :func:`dblast.reproduction.own.evaluation.accepted_lengths`' table.
 
     Raises:
         DBlastError: what cannot work, before anything is sampled.
