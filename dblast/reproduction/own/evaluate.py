@@ -35,7 +35,7 @@ from dblast.reproduction.stages import digest
 from dblast.sampling import SETTINGS, get_setting
 from dblast.targets import Target
 from dblast.trajectories import EncodedPrompt
-from dblast.verifier import check_mode
+from dblast.proposals import check_mode
 
 #: What ``drafter`` leaves beside the weights: hashes of the prompts it trained on and calibrated with.
 USED_PROMPTS = "prompts.json"
