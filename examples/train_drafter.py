@@ -31,13 +31,16 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="draft layers")
     parser.add_argument("-b", type=int, default=7, help="draft block length")
     parser.add_argument("-K", type=int, default=4, help="number of categories")
+    parser.add_argument("--mask-token-id", type=int, help="a token that the target never writes (default: one is proposed)")
     arguments = parser.parse_args()
     work = arguments.work or arguments.output.with_name(arguments.output.name + "-work")
 
     # 1. The target, and a token that it never writes for the draft slots.
-    target = load_target(arguments.target)
+    target = load_target(arguments.target, mask_token_id=arguments.mask_token_id)
     if target.mask_token_id is None:
         target.mask_token_id = propose_mask_token(target.tokenizer, target.model.config.vocab_size)
+    if target.mask_token_id is None:
+        parser.error("no unused token was found; give --mask-token-id, a token that the target never writes")
 
     # 2. Text that the target samples, with the states that the drafter will read. Every tenth prompt is held out.
     lines = [line.strip() for line in arguments.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -52,11 +55,7 @@ def main() -> None:
     held_out = sample_trajectories(target, prompts[::10], SETTINGS["high"], work / "held-out", seed=1, **sampling)
 
     # 3. A DFlash drafter, started from the target's own last layers and trained by decayed cross-entropy.
-    config = DBlastConfig.for_target(
-        target.model.config, num_layers=arguments.layers, block_length=arguments.b, mask_token_id=target.mask_token_id
-    )
-    config.num_categories = 0
-    config.remember(target)
+    config = DBlastConfig.for_target(target, num_layers=arguments.layers, block_length=arguments.b, num_categories=0)
     drafter = start_from_target(new_drafter(config, target, seed=0), target, tap_scales(texts, len(taps)))
     drafter.attach(target)
     train(drafter, texts, TrainingConfig(loss="CE", steps=arguments.steps), work / "pretraining", description="DFlash")
