@@ -139,7 +139,7 @@ def _check_attention(model: PreTrainedModel) -> None:
     check_supported(config)
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if rotary not in FIXED_ROTARY:
-        raise DBlastError(f"rope type {rotary!r} turns by angles that depend on the text's length, which is not supported")
+        raise DBlastError(f"rope type {rotary!r} is not supported: its angles depend on the text's length")
     # Mistral has one window for all its layers, whatever a list of layers says.
     if config.model_type == "mistral" and getattr(config, "sliding_window", None):
         raise DBlastError(

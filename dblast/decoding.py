@@ -7,6 +7,7 @@ The output is distributed as plain sampling from the target, whatever the drafte
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from dblast.support.checks import check_finite, check_whole, prompt_tensors, tok
 from dblast.support.generation_options import read_options
 from dblast.targets import Target
 from dblast.trees import TREE_NODES, draft_tree, walk
-from dblast.verifier import verify_block
+from dblast.verifier import check_verification, verify_block
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,9 @@ def generate(
     mode: str = "greedy_branch",
     nodes: int = TREE_NODES,
     category_temperature: float = 1.0,
+    draft_temperature: float = 1.0,
+    draft_top_k: int = 0,
+    verification: str = "token",
     eos_token_ids: int | Sequence[int] | Tensor | None = None,
     generator: torch.Generator | None = None,
     streamer: Any = None,
@@ -122,6 +126,9 @@ def generate(
             :mod:`dblast.trees`) or, for K = 1, ``"independent"``.
         nodes: size of the trees; without effect in other modes.
         category_temperature: Z_T >= 0.
+        draft_temperature, draft_top_k: T_d >= 0 and k_d of tokens drawn inside the branch, for the
+            modes that draw them; T_d = 0 is ``"greedy_branch"``, k_d = 0 sets no limit.
+        verification: of blocks, ``"token"`` or ``"block"`` (:func:`dblast.verifier.verify_block`).
         eos_token_ids: any of these ends a sequence: one id, or several in a sequence or tensor
             (default: the target's own; ``()`` for none).
         generator: on the target's device; without it the global random state is used.
@@ -138,8 +145,12 @@ def generate(
     decoder = BlockDecoder(model, drafter) if decoder is None else decoder
     if not isinstance(decoder, BlockDecoder) or decoder.model is not model or decoder.drafter is not drafter:
         raise DBlastError("the decoder belongs to other models; make a BlockDecoder for these two")
-    drafting = {"mode": mode, "category_temperature": category_temperature}
+    drafting: dict[str, Any] = {"mode": mode, "category_temperature": category_temperature}
+    drafting |= {"draft_temperature": draft_temperature, "draft_top_k": draft_top_k}
     check_drafting(drafter, **drafting)
+    check_verification(verification)
+    if mode == "tree" and verification != "token":
+        raise DBlastError("a tree is walked, not verified by block; leave out verification")
     check_whole("the nodes of a draft tree", nodes, 1)
     check_whole("max_new_tokens", max_new_tokens, 1)
     _check_generator(generator, decoder.device)
@@ -164,7 +175,7 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
     steps: list[list[Step]] = [[] for _ in prompts]
     active = list(range(len(prompts)))
-    take: Callable[..., Pass] = step
+    take: Callable[..., Pass] = functools.partial(step, verification=verification)
     if mode == "tree":
         take, drafting = tree_step, {"nodes": nodes, "category_temperature": category_temperature}
     decoder.start(prompts, reserve=max_new_tokens + (nodes if mode == "tree" else 0))
@@ -222,12 +233,14 @@ def step(
     left: list[int],
     settings: SamplingSettings | None,
     generator: torch.Generator | None,
+    verification: str = "token",
     **drafting: Any,
 ) -> Pass:
     """One pass of Algorithm 1 over N sequences: draft a block, score it with the target, verify it.
 
     Args:
         left: how many more tokens each sequence may have, at least one.
+        verification: see :func:`dblast.verifier.verify_block`.
         drafting: arguments of :func:`dblast.proposals.propose`.
     """
     # The pass's own token needs room, so a block never drafts past the longest budget.
@@ -237,7 +250,7 @@ def step(
     else:
         proposal = nothing_drafted(decoder.anchor)
     tokens, p = target_support(decoder.score(proposal.drafted), settings)
-    outcome = verify_block(proposal, tokens, p, generator=generator)
+    outcome = verify_block(proposal, tokens, p, generator=generator, verification=verification)
     room, unrefused = [min(length, budget - 1) for budget in left], (outcome.accepted == length).tolist()
     return Pass(proposal.drafted, outcome.accepted, outcome.token, proposal.category.tolist(), room, unrefused)
 
@@ -304,6 +317,9 @@ def custom_generate(
     mode: str = "greedy_branch",
     nodes: int = TREE_NODES,
     category_temperature: float = 1.0,
+    draft_temperature: float = 1.0,
+    draft_top_k: int = 0,
+    verification: str = "token",
     generator: torch.Generator | None = None,
     streamer: Any = None,
     **model_kwargs: Any,
@@ -311,7 +327,7 @@ def custom_generate(
     """The loop as a decoding method of Hugging Face's ``generate``.
 
     ``target.generate(ids, custom_generate=custom_generate, drafter=drafter, do_sample=True, ...)``:
-    ``drafter``, ``mode``, ``nodes``, ``category_temperature`` and ``generator`` are passed through;
+    ``drafter``, ``generator`` and the arguments of :func:`generate` on drafting are passed through;
     temperature, top-k, top-p, EOS ids, number of sequences and budget come from the generation
     config (note that its default is top-k 50). Any other option is refused. Left or right padding
     is recognised by ``attention_mask``.
@@ -333,7 +349,8 @@ def custom_generate(
     config = generation_config or model.generation_config
     vocab_size = model.config.vocab_size
     options = read_options(config, input_ids, vocab_size, logits_processor, stopping_criteria, model_kwargs)
-    drafting = {"mode": mode, "nodes": nodes, "category_temperature": category_temperature}
+    drafting: dict[str, Any] = {"mode": mode, "nodes": nodes, "category_temperature": category_temperature}
+    drafting |= {"draft_temperature": draft_temperature, "draft_top_k": draft_top_k, "verification": verification}
     result = generate(model, drafter, **options, **drafting, generator=generator, streamer=streamer)
     pad = (*token_ids(config.pad_token_id, vocab_size, "pad_token_id"), *options["eos_token_ids"], 0)[0]
     new = torch.nn.utils.rnn.pad_sequence(result.tokens, batch_first=True, padding_value=pad)

@@ -70,7 +70,7 @@ def most_likely(logits: Tensor) -> Tensor:
 
 
 def log_category_prior(prior_logits: Tensor, category_temperature: float) -> Tensor:
-    """log softmax(l / Z_T) over the last dimension; 0 is argmax (eq. 5); DBlastError if Z_T is below 0 or not finite."""
+    """log softmax(l / Z_T) over the last dimension; 0 is argmax (eq. 5). DBlastError: Z_T below 0 or not finite."""
     check_number("the category temperature", category_temperature, least=0)
     logits = prior_logits.float()
     if category_temperature == 0:

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
-from dblast.support.checks import check_finite, check_number
+from dblast.support.checks import check_finite, check_number, check_whole
 
 #: What can be drafted: the greedy block of one branch (the paper's), tokens sampled inside a branch, the same of a
 #: drafter with a single branch, and a tree (:mod:`dblast.trees`).
 MODES = ("greedy_branch", "soft", "independent", "tree")
+#: Those that draw the draft's tokens, at a draft temperature.
+SAMPLED = ("soft", "independent")
 
 
 def real(x: Tensor) -> Tensor:
@@ -171,14 +173,24 @@ def check_mode(mode: str, num_categories: int) -> None:
         raise DBlastError(f"independent proposals need a drafter with K = 1, not {num_categories}; use 'soft'")
 
 
-def check_drafting(drafter: DBlastDrafter, mode: str, category_temperature: float) -> None:
-    """Refuse arguments of :func:`propose` that this drafter cannot work with.
+def check_drafting(
+    drafter: DBlastDrafter,
+    mode: str,
+    category_temperature: float = 1.0,
+    draft_temperature: float = 1.0,
+    draft_top_k: int = 0,
+) -> None:
+    """Refuse arguments of :func:`propose` that this drafter cannot work with, or that the mode would ignore.
 
     Raises:
         DBlastError: see above.
     """
     check_mode(mode, drafter.config.num_categories)
     check_number("the category temperature", category_temperature, least=0)
+    check_number("the draft temperature", draft_temperature, least=0)
+    check_whole("draft_top_k (0 for no limit)", draft_top_k, 0)
+    if mode not in SAMPLED and (draft_temperature != 1 or draft_top_k):
+        raise DBlastError(f"draft temperature and top-k are for sampled proposals ({', '.join(SAMPLED)}), not {mode}")
 
 
 def check_output(output: DraftOutput) -> None:
@@ -196,6 +208,27 @@ def draw_category(log_prior: Tensor, generator: torch.Generator | None) -> Tenso
     if log_prior.shape[1] == 1:
         return torch.zeros(len(log_prior), dtype=torch.long, device=log_prior.device)
     return torch.multinomial(log_prior.exp(), 1, generator=generator).squeeze(-1)
+
+
+def branch_log_q(logits: Tensor, draft_temperature: float = 1.0, draft_top_k: int = 0) -> Tensor:
+    """log q_i(v | y, z) = log softmax(logits / T_d) on a branch's own top-k_d columns, -inf on the others.
+
+    Columns tied with the k-th all stay.
+
+    Args:
+        logits: (..., V').
+        draft_temperature: T_d > 0. Its limit 0 is the greedy branch (eq. 18), which is no density.
+        draft_top_k: k_d, 0 for all columns.
+
+    Raises:
+        DBlastError: NaN or infinity among the largest logits, which a tiny T_d makes of any.
+    """
+    scores = logits / draft_temperature
+    check_finite(scores.amax(-1), "the drafter's logits (over the draft temperature)")
+    if 0 < draft_top_k < scores.shape[-1]:
+        least = scores.topk(draft_top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
+    return scores.log_softmax(-1)
 
 
 def draw_columns(position_log_q: Tensor, category: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -256,29 +289,34 @@ def propose(
     *,
     mode: str = "greedy_branch",
     category_temperature: float = 1.0,
+    draft_temperature: float = 1.0,
+    draft_top_k: int = 0,
     generator: torch.Generator | None = None,
 ) -> Proposal:
     """Draft the first ``length`` positions of every block.
 
+    Args:
+        mode: one of :data:`MODES` but ``"tree"``.
+        category_temperature: Z_T >= 0, of the category's draw.
+        draft_temperature, draft_top_k: T_d >= 0 and k_d of the tokens' draw inside the branch (:func:`branch_log_q`),
+            for ``"soft"`` and ``"independent"``; at T_d = 0 they are ``"greedy_branch"``.
+
     Raises:
-        DBlastError: unknown mode, a category temperature that is negative or not finite, or a drafter whose states or
-            logits are not finite.
+        DBlastError: arguments that :func:`check_drafting` refuses, or a drafter whose states or logits are not finite.
     """
-    check_drafting(drafter, mode, category_temperature)
+    check_drafting(drafter, mode, category_temperature, draft_temperature, draft_top_k)
     if mode == "tree":
         raise DBlastError("a tree is no block of one branch; draft it with dblast.trees.draft_tree")
     check_output(output)
     hidden, log_prior = output.branch_hidden[:, :, :length], output.log_prior(category_temperature)
     category = draw_category(log_prior, generator)
-    if mode == "greedy_branch":
+    if mode == "greedy_branch" or draft_temperature == 0:
         return greedy_branch_proposal(drafter.greedy_tokens(hidden), log_prior, category)
     token_ids = columns = None
     if drafter.config.draft_vocab_size:
         token_ids = drafter.draft_token_ids
         columns = torch.full((drafter.config.vocab_size,), -1, device=token_ids.device)
         columns[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
-    logits = drafter.logits(hidden)
-    check_finite(logits.amax(-1), "the drafter's logits")
-    position_log_q = logits.log_softmax(-1)
+    position_log_q = branch_log_q(drafter.logits(hidden), draft_temperature, draft_top_k)
     column = draw_columns(position_log_q, category, generator)
     return soft_proposal(position_log_q, log_prior, category, column, token_ids, columns)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from dblast.drafter import DBlastDrafter, log_category_prior
 from dblast.errors import DBlastError
-from dblast.proposals import MODES, check_mode, check_output
+from dblast.proposals import MODES, SAMPLED, branch_log_q, check_drafting, check_output
 from dblast.support.checks import check_number, check_whole
 from dblast.support.progress import progress
 from dblast.trajectories import Trajectory, pack_first
@@ -95,13 +95,18 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
 #: Methods of turning branches into a draft: the paper's, sampling inside the branch (eq. 12), and the trees of the
 #: heaviest prefixes and of the K greedy branches.
 PROPOSALS = (*MODES, "branches")
+#: Logits (anchors * K * b * V') that :func:`sampled_log_q` holds at once: 16 MiB in float32.
+DRAFT_LOGITS = 2**22
 
 
-def _check_proposal(drafter: DBlastDrafter, proposal: str) -> None:
+def _check_proposal(
+    drafter: DBlastDrafter, proposal: str, draft_temperatures: Sequence[float] = (1.0,), draft_top_k: int = 0
+) -> None:
     if proposal not in PROPOSALS:
         raise DBlastError(f"unknown proposal {proposal!r}; replay knows {', '.join(PROPOSALS)}")
-    if proposal != "branches":
-        check_mode(proposal, drafter.config.num_categories)
+    for draft_temperature in draft_temperatures:
+        mode = "tree" if proposal == "branches" else proposal
+        check_drafting(drafter, mode, draft_temperature=draft_temperature, draft_top_k=draft_top_k)
     if not drafter.draft_vocabulary_is_set:
         raise DBlastError("the draft vocabulary is not set; call drafter.set_draft_vocabulary(token_ids) and attach()")
 
@@ -117,6 +122,37 @@ def _temperatures(name: str, values: Sequence[float]) -> list[float]:
     return values
 
 
+def sampled_log_q(
+    drafter: DBlastDrafter,
+    branch_hidden: Tensor,
+    tokens: Tensor,
+    draft_temperatures: Sequence[float] = (1.0,),
+    draft_top_k: int = 0,
+) -> list[Tensor]:
+    """log q_i(x_i | y, z) of realised tokens at every draft temperature, from one product with the head.
+
+    Args:
+        branch_hidden: (N, K, b, H).
+        tokens: (N, b) target token ids.
+        draft_temperatures, draft_top_k: T_d > 0 and k_d of :func:`dblast.proposals.branch_log_q`.
+
+    Returns:
+        (N, K, b) each; -inf where a branch does not draft the token.
+    """
+    if not draft_top_k and all(temperature == 1 for temperature in draft_temperatures):
+        return [drafter.log_q(branch_hidden, tokens)] * len(draft_temperatures)
+    columns = drafter.draft_slot[tokens] if drafter.config.draft_vocab_size else tokens
+    columns = columns.unsqueeze(1).expand(branch_hidden.shape[:-1])
+    width = drafter.config.draft_vocab_size or drafter.config.vocab_size
+    rows = max(1, DRAFT_LOGITS // (branch_hidden[0, ..., 0].numel() * width))
+    parts = []
+    for some, column in zip(branch_hidden.split(rows), columns.split(rows), strict=True):
+        logits, index = drafter.logits(some), column.clamp(min=0).unsqueeze(-1)
+        laws = (branch_log_q(logits, temperature, draft_top_k) for temperature in draft_temperatures)
+        parts.append([law.gather(-1, index).squeeze(-1).masked_fill(column < 0, float("-inf")) for law in laws])
+    return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
+
+
 @torch.no_grad()
 def trajectory_acceptance(
     drafter: DBlastDrafter,
@@ -124,20 +160,24 @@ def trajectory_acceptance(
     category_temperatures: Sequence[float],
     proposal: str = "greedy_branch",
     precision: torch.dtype = torch.float32,
+    draft_temperatures: Sequence[float] = (1.0,),
+    draft_top_k: int = 0,
 ) -> torch.Tensor:
-    """Acceptance along a trajectory for every anchor and category temperature.
+    """Acceptance along a trajectory for every anchor, category temperature and draft temperature.
 
-    ``proposal`` is one of :data:`PROPOSALS` that draft no trees.
+    Args:
+        proposal: one of :data:`PROPOSALS` that draft no trees.
+        draft_temperatures, draft_top_k: T_d >= 0 and k_d of sampled proposals; 0 is the greedy branch.
 
     Returns:
-        (Z, n, b) float32: entry [., a, j] is P(draft accepted | emitted is the
-        stored token) for slot j of the block anchored after a tokens; zero past the end.
+        (Z * D, n, b) float32, draft temperatures innermost: entry [., a, j] is P(draft accepted | emitted is
+        the stored token) for slot j of the block anchored after a tokens; zero past the end.
 
     Raises:
         DBlastError: an unknown proposal, a temperature that is negative or not finite, a drafter without its draft
             vocabulary, or NaN or infinity in the drafter's pass or the trajectory's log-probabilities.
     """
-    _check_proposal(drafter, proposal)
+    _check_proposal(drafter, proposal, draft_temperatures, draft_top_k)
     if proposal in ("tree", "branches"):
         raise DBlastError(f"acceptance in a tree is not a coin flip; {proposal!r} is for tree_acceptance()")
     if not bool((trajectory.log_p <= 1e-3).all()):
@@ -148,18 +188,22 @@ def trajectory_acceptance(
     with drafter.in_precision(precision):
         out = batch.run(drafter)
         check_output(out)
-        if proposal == "greedy_branch":
+        # A draft temperature of zero is the greedy branch.
+        temperatures = draft_temperatures if proposal in SAMPLED else [0.0]
+        warm = [temperature for temperature in temperatures if temperature]
+        if warm:
+            log_q = sampled_log_q(drafter, out.branch_hidden, batch.tokens, warm, draft_top_k)
+        if len(warm) < len(temperatures):
             branches = drafter.greedy_tokens(out.branch_hidden)
-        else:
-            log_q = drafter.log_q(out.branch_hidden, batch.tokens)
     rows = []
     for temperature in category_temperatures:
         prior = log_category_prior(out.prior_logits, temperature)
-        if proposal == "greedy_branch":
-            accept = greedy_branch_acceptance(branches, prior, batch.tokens, batch.log_p)
-        else:
-            accept = soft_acceptance(log_q, prior, batch.log_p)
-        rows.append((accept * batch.valid)[:n])
+        for draft_temperature in temperatures:
+            if draft_temperature:
+                accept = soft_acceptance(log_q[warm.index(draft_temperature)], prior, batch.log_p)
+            else:
+                accept = greedy_branch_acceptance(branches, prior, batch.tokens, batch.log_p)
+            rows.append((accept * batch.valid)[:n])
     accept = torch.stack(rows).cpu()
     _check_acceptance(accept)
     return accept
@@ -215,6 +259,8 @@ def score(
     *,
     proposal: str = "greedy_branch",
     nodes: Sequence[int] = (TREE_NODES,),
+    draft_temperatures: Sequence[float] = (1.0,),
+    draft_top_k: int = 0,
     precision: torch.dtype = torch.float32,
     description: str | None = None,
 ) -> pd.DataFrame:
@@ -225,23 +271,27 @@ def score(
     Args:
         proposal: one of :data:`PROPOSALS`.
         nodes: sizes of the trees that ``"tree"`` scores, all in one pass.
+        draft_temperatures, draft_top_k: T_d >= 0, crossed with the category temperatures, and k_d of the
+            sampled proposals, all in one pass; T_d = 0 is the greedy branch, k_d = 0 sets no limit.
 
     Returns:
-        One row per trajectory and category temperature (and size of tree) with ``prompt_id, task,
+        One row per trajectory and category temperature (and size of tree, or draft temperature) with ``prompt_id, task,
         category_temperature, emitted`` (response tokens), ``passes`` (expected
         target passes of the online loop), ``anchor_accepted`` and ``anchors``
         (sum of expected accepted lengths over anchors with a full block, and
         their number). With K = 1 the temperature has no effect and one row is
         written with temperature NaN. Trees add ``nodes`` (their size; K * b for
-        ``"branches"``) and ``drafted`` (mean number of nodes that they really had).
+        ``"branches"``) and ``drafted`` (mean number of nodes that they really had), sampled
+        proposals ``draft_temperature``.
 
     Raises:
-        DBlastError: unknown proposal, trees without nodes, no category temperature, or what
+        DBlastError: unknown proposal, trees without nodes, no temperature, or what
             :func:`trajectory_acceptance` refuses.
     """
-    _check_proposal(drafter, proposal)
     temperatures = _temperatures("category_temperatures", category_temperatures)
-    if isinstance(nodes, str) or not isinstance(nodes, Iterable) or not [*nodes]:
+    draft_temperatures = _temperatures("draft_temperatures", draft_temperatures)
+    _check_proposal(drafter, proposal, draft_temperatures, draft_top_k)
+    if isinstance(nodes, str) or not isinstance(nodes, Iterable) or not (nodes := list(nodes)):
         raise DBlastError(f"nodes must be a list of tree sizes, got {nodes!r}")
     for size in nodes:
         check_whole("the nodes of a draft tree", size, 1)
@@ -266,7 +316,11 @@ def score(
                     for size, mean in zip(nodes, means, strict=True)
                 ]
             else:
-                accept = trajectory_acceptance(drafter, trajectory, temperatures, proposal, precision)
+                accept = trajectory_acceptance(
+                    drafter, trajectory, temperatures, proposal, precision, draft_temperatures, draft_top_k
+                )
+            if proposal in SAMPLED:
+                cells = [{**cell, "draft_temperature": value} for cell in cells for value in draft_temperatures]
             n = accept.shape[1]
             passes = expected_passes(accept)
             per_anchor = expected_accepted(accept[:, : max(0, n - b + 1)])

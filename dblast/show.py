@@ -75,7 +75,7 @@ class BlockView:
         return f"{''.join(parts)}\n\n{legend}"
 
     def text(self, stream: TextIO | None = None) -> str:
-        """:meth:`ansi` for a terminal (default: stdout), unless ``NO_COLOR`` is set; :meth:`marked` for anything else."""
+        """:meth:`ansi` for a terminal (default: stdout), unless ``NO_COLOR`` is set; else :meth:`marked`."""
         stream = sys.stdout if stream is None else stream
         return self.ansi() if stream.isatty() and not os.environ.get("NO_COLOR") else self.marked()
 

@@ -52,13 +52,13 @@ def accept_ratio(p_x: Tensor, q_x: Tensor) -> Tensor:
     return torch.where(p_x > 0, ratio, torch.zeros_like(ratio))
 
 
-def residual_distribution(p: Tensor, q: Tensor) -> Tensor:
-    """norm([p - q]_+) over the last dimension, the law of the replacement token after a rejection.
+def residual_distribution(p: Tensor, q: Tensor, weight: float | Tensor = 1.0) -> Tensor:
+    """norm([w p - q]_+) over the last dimension, the law of the replacement token after a rejection.
 
-    Where nothing is left (p = q), a rejection cannot happen; p itself is returned
-    so that the row stays a distribution.
+    ``weight`` is 1 in token verification. Where nothing is left (p = q), a rejection
+    cannot happen; p itself is returned so that the row stays a distribution.
     """
-    rest = (p - q).clamp(min=0.0)
+    rest = (weight * p - q).clamp(min=0.0)
     total = rest.sum(-1, keepdim=True)
     return torch.where(total == 0, p, rest / total.clamp(min=torch.finfo(p.dtype).tiny))
 
@@ -77,7 +77,50 @@ def leading_accepts(acceptance: Tensor, uniform: Tensor) -> Tensor:
     return (uniform < acceptance).long().cumprod(-1).sum(-1)
 
 
+def trailing_accepts(acceptance: Tensor, uniform: Tensor) -> Tensor:
+    """The last token of each block whose uniform number lies below its probability, 0 if none: (N, b) twice to (N,)."""
+    place = torch.arange(1, acceptance.shape[1] + 1, device=acceptance.device)
+    return torch.nn.functional.pad((uniform < acceptance) * place, (1, 0)).amax(1)
+
+
+def block_weights(p_drafted: Tensor, q_drafted: Tensor) -> Tensor:
+    """w_i = min(1, w_{i-1} p(x_i) / q(x_i)), w_0 = 1: how far the target backs the first i drafted tokens.
+
+    (N, b) and (N, b) to (N, b + 1); zero from a token with p = 0 on.
+    """
+    weight = [p_drafted.new_ones(len(p_drafted))]
+    for p_x, q_x in zip(p_drafted.unbind(1), q_drafted.unbind(1), strict=True):
+        weight.append(accept_ratio(weight[-1] * p_x, q_x))
+    return torch.stack(weight, dim=1)
+
+
+def block_acceptance(weight: Tensor, p: Tensor, q: Tensor) -> Tensor:
+    """Probability of keeping at least the first i drafted tokens if the block is cut back to them, i = 0..b.
+
+    s_i / (s_i + 1 - w_i) with s_i = sum_v [w_i p(v) - q(v)]_+, what the target still wants after them. At i = b
+    nothing is drafted, q = 0, and this is w_b.
+
+    Args:
+        weight: (N, b + 1) from :func:`block_weights`.
+        p, q: (N, b + 1, W) on the target's support, given the first i drafted tokens.
+    """
+    wanted = (weight.unsqueeze(-1) * p - q).clamp(min=0.0).sum(-1)
+    total = wanted + (1 - weight)
+    # Zero over zero: p = q and all of the prefix is kept.
+    return torch.where(total > 0, wanted / total.clamp(min=torch.finfo(p.dtype).tiny), torch.ones_like(total))
+
+
 # -- whole blocks, as the decoding loop verifies them ------------------------------------------
+
+
+#: Ways to verify a block.
+VERIFICATIONS = ("token", "block")
+
+
+def check_verification(verification: str) -> None:
+    """Refuse an unknown way to verify, with DBlastError."""
+    if verification not in VERIFICATIONS:
+        raise DBlastError(f"unknown verification {verification!r}; blocks are verified by {' or '.join(VERIFICATIONS)}")
 
 
 @dataclass
@@ -87,7 +130,8 @@ class BlockOutcome:
     Attributes:
         accepted: (N,) number of accepted draft tokens, 0..d.
         token: (N,) the target's own token after them: replacement, or bonus after d accepted ones.
-        acceptance: (N, d) acceptance probability of every drafted token given its drafted predecessors.
+        acceptance: (N, d) by token, acceptance probability of every drafted token given its drafted predecessors;
+            by block, :func:`block_acceptance` of the first 1..d tokens.
     """
 
     accepted: Tensor
@@ -107,22 +151,31 @@ def verify_block(
     p: Tensor,
     generator: torch.Generator | None = None,
     uniform: Tensor | None = None,
+    *,
+    verification: str = "token",
 ) -> BlockOutcome:
-    """Token verification of whole blocks (Algorithm 1): accept, replace, or add the bonus token.
+    """Verify whole blocks: accept, replace, or add the bonus token.
 
-    Draft token i is accepted with probability min(1, p / q). At the first
-    rejection the replacement comes from norm([p - q]_+); after d accepted tokens
-    the bonus comes from p, which is the same formula with q = 0.
+    By token (Algorithm 1), draft token i is accepted with probability min(1, p / q).
+    At the first rejection the replacement comes from norm([p - q]_+); after d accepted
+    tokens the bonus comes from p, which is the same formula with q = 0.
+
+    By block (arXiv 2403.10444), the first i tokens are kept for the largest i whose
+    uniform number lies below :func:`block_acceptance`, and the replacement comes from
+    norm([w_i p - q]_+) with w_i of :func:`block_weights`: a late token may make up for
+    an early one. Just as exact, and never fewer tokens on average.
 
     Args:
         proposal: N blocks of d drafted tokens and their q.
         tokens, p: (N, d + 1, W) the target's support and probabilities at every slot.
         generator: on the device of p, for the uniform numbers and the last draw.
         uniform: (N, d) in [0, 1), instead of numbers drawn from ``generator``.
+        verification: one of :data:`VERIFICATIONS`.
 
     Raises:
-        DBlastError: p or q that is no probability, or a uniform number outside [0, 1).
+        DBlastError: unknown verification, p or q that is no probability, or a uniform number outside [0, 1).
     """
+    check_verification(verification)
     # A thousandth of room: these are sums in float32.
     _check_range("p, summed over the support,", p.sum(-1), 0.999, 1.001)
     _check_range("q of the drafted tokens", proposal.q_drafted, 0.0, 1.001)
@@ -131,11 +184,19 @@ def verify_block(
     elif not bool(((uniform >= 0) & (uniform < 1)).all()):
         raise DBlastError("uniform numbers must lie in [0, 1)")
     p_drafted = probability_on_support(tokens[:, :-1], p[:, :-1], proposal.drafted)
-    acceptance = accept_ratio(p_drafted, proposal.q_drafted)
-    accepted = leading_accepts(acceptance, uniform)
-    rows = torch.arange(len(accepted), device=accepted.device)
-    candidates, p_here = tokens[rows, accepted], p[rows, accepted]
-    law = residual_distribution(p_here, proposal.q(accepted, candidates))
+    rows = torch.arange(len(p), device=p.device)
+    if verification == "block":
+        weight = block_weights(p_drafted, proposal.q_drafted)
+        slots = [torch.full_like(rows, slot) for slot in range(p.shape[1])]
+        q = torch.stack([proposal.q(slot, tokens[:, i]) for i, slot in enumerate(slots)], dim=1)
+        acceptance = block_acceptance(weight, p, q)[:, 1:]
+        accepted = trailing_accepts(acceptance, uniform)
+        here = weight[rows, accepted].unsqueeze(-1)
+    else:
+        acceptance, here = accept_ratio(p_drafted, proposal.q_drafted), 1.0
+        accepted = leading_accepts(acceptance, uniform)
+    candidates = tokens[rows, accepted]
+    law = residual_distribution(p[rows, accepted], proposal.q(accepted, candidates), here)
     _check_range("the law of the replacement, summed,", law.sum(-1), 0.999, 1.001)
     drawn = torch.multinomial(law, 1, generator=generator)
     return BlockOutcome(accepted, candidates.gather(-1, drawn).squeeze(-1), acceptance)

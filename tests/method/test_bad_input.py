@@ -114,6 +114,13 @@ def test_prompts_of_every_right_kind(llama, make_drafter):
         ({"category_temperature": INF}, "category temperature"),
         ({"category_temperature": "1"}, "category temperature"),
         ({"category_temperature": None}, "category temperature"),
+        *[({"mode": "soft", "draft_temperature": value}, "draft temperature") for value in (NAN, INF, -0.1, None)],
+        *[({"mode": "soft", "draft_top_k": value}, "draft_top_k") for value in (NAN, 2.5, -1, None, True)],
+        ({"draft_temperature": 0.5}, "sampled proposals"),
+        ({"mode": "tree", "draft_top_k": 5}, "sampled proposals"),
+        ({"verification": "tree"}, "token or block"),
+        ({"verification": None}, "token or block"),
+        ({"mode": "tree", "verification": "block"}, "walked"),
         ({"settings": "medium"}, "SamplingSettings"),
         ({"generator": 5}, "torch.Generator"),
         ({"decoder": "new"}, "BlockDecoder"),
@@ -194,6 +201,18 @@ def test_replay_knows_the_independent_proposal(llama, make_drafter, make_traject
 
 @pytest.mark.parametrize("branches", [1, 2])
 @pytest.mark.parametrize("temperatures", [[1.0, NAN], [INF], [-1.0], [], 1.0, "1", ["1"]])
+def test_replay_refuses_draft_temperatures_that_are_none(llama, make_drafter, make_trajectory, temperatures, branches):
+    drafter = make_drafter(llama, num_categories=branches)
+    with pytest.raises(DBlastError) as error:
+        score(drafter, [make_trajectory()], proposal="soft", draft_temperatures=temperatures)
+    one_line(error, "draft_temperatures")
+    with pytest.raises(DBlastError) as error:
+        score(drafter, [make_trajectory()], draft_temperatures=[0.5, 1.0])
+    one_line(error, "sampled proposals")
+
+
+@pytest.mark.parametrize("branches", [1, 2])
+@pytest.mark.parametrize("temperatures", [[1.0, NAN], [INF], [-1.0], [], 1.0, "1", ["1"]])
 def test_replay_refuses_temperatures_that_are_none(llama, make_drafter, make_trajectory, temperatures, branches):
     with pytest.raises(DBlastError) as error:
         score(make_drafter(llama, num_categories=branches), [make_trajectory()], temperatures)
@@ -263,6 +282,12 @@ def test_logits_that_are_no_distribution(row, top_k):
         with pytest.raises(DBlastError) as error:
             target_support(logits, None)
         one_line(error, "the target's logits")
+
+
+def test_a_draft_temperature_that_takes_logits_to_infinity_is_refused(llama, make_drafter):
+    with pytest.raises(DBlastError) as error:
+        generate(llama, make_drafter(llama), PROMPT, max_new_tokens=8, mode="soft", draft_temperature=1e-40)
+    one_line(error, "draft temperature")
 
 
 def test_logits_of_minus_infinity_are_tokens_that_cannot_come():

@@ -19,10 +19,10 @@ from dblast.reproduction.checkpoints import shipped_drafter
 from dblast.reproduction.cli import app
 from dblast.cache import BlockDecoder
 from dblast.reproduction.demo import default_drafter
-from dblast.drafter import DBlastDrafter
+from dblast.drafter import DBlastDrafter, DraftOutput
 from dblast.errors import DBlastError
 from dblast.decoding import Generated, Step, custom_generate, generate, target_support
-from dblast.proposals import greedy_branch_proposal, soft_proposal
+from dblast.proposals import greedy_branch_proposal, propose, soft_proposal
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.sampling import SamplingSettings
 from dblast.replay import score
@@ -84,6 +84,36 @@ def test_greedy_decoding_is_plain_greedy_decoding_alone_and_in_a_batch(request, 
     for prompt, tokens in zip(PROMPTS, together.tokens, strict=True):
         alone = generate(target, drafter, [prompt], **arguments)
         assert tokens.tolist() == alone.tokens[0].tolist() == plain_greedy(target, prompt, 11)
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("draft", [(0.0, 0), (0.3, 0), (2.0, 3)])
+@pytest.mark.parametrize("branches", [1, 4])
+def test_greedy_decoding_at_any_draft_temperature_and_verification(llama, make_drafter, branches, draft, verification):
+    drafting = dict(mode="soft", draft_temperature=draft[0], draft_top_k=draft[1], verification=verification)
+    drafter = make_drafter(llama, num_categories=branches)
+    result = generate(llama, drafter, PROMPTS, max_new_tokens=11, do_sample=False, eos_token_ids=(), **drafting)
+    assert [tokens.tolist() for tokens in result.tokens] == [plain_greedy(llama, prompt, 11) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("branches", [0, 1, 4])
+def test_draft_temperature_of_zero_is_the_greedy_branch(llama, make_drafter, branches):
+    """Token for token; a top-k of one too, whatever the temperature (its draws cost random numbers)."""
+    drafter = make_drafter(llama, num_categories=branches)
+    arguments = dict(max_new_tokens=12, eos_token_ids=())
+    greedy = generate(llama, drafter, PROMPTS, SETTINGS, generator=generator(4), **arguments)
+    cold = generate(
+        llama, drafter, PROMPTS, SETTINGS, generator=generator(4), mode="soft", draft_temperature=0, **arguments
+    )
+    assert [t.tolist() for t in cold.tokens] == [t.tolist() for t in greedy.tokens] and cold.steps == greedy.steps
+    some = max(1, branches)
+    output = DraftOutput(torch.randn(6, some, 3, 32, generator=generator(1)), torch.zeros(6, some))
+    ours, one = (
+        propose(drafter, output, 3, generator=generator(5), **how)
+        for how in ({}, {"mode": "soft", "draft_temperature": 0.7, "draft_top_k": 1})
+    )
+    assert torch.equal(ours.category, one.category) and torch.equal(ours.drafted, one.drafted)
+    torch.testing.assert_close(ours.q_drafted, one.q_drafted)
 
 
 @pytest.mark.parametrize("right", [0, 1, 2, 3])
@@ -481,11 +511,21 @@ def trained(llama, make_drafter):
     return drafters, settings, prompts, evaluation
 
 
-@pytest.mark.parametrize("mode", ["greedy_branch", "soft", "tree"])
+@pytest.mark.parametrize(
+    ("mode", "draft_temperature", "draft_top_k"),
+    [("greedy_branch", 1.0, 0), ("soft", 1.0, 0), ("tree", 1.0, 0), ("soft", 0.6, 4)],
+)
 @pytest.mark.parametrize("branches", [1, 4])
-def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode):
+def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode, draft_temperature, draft_top_k):
     drafters, settings, prompts, evaluation = trained
-    scores = score(drafters[branches], evaluation, proposal=mode, nodes=(6,))
+    scores = score(
+        drafters[branches],
+        evaluation,
+        proposal=mode,
+        nodes=(6,),
+        draft_temperatures=(draft_temperature,),
+        draft_top_k=draft_top_k,
+    )
     replayed, influence = ratio_with_influence((scores.emitted - scores.passes).to_numpy(), scores.passes.to_numpy())
     result = generate(
         llama,
@@ -495,6 +535,8 @@ def test_online_accepted_length_is_that_of_replay(llama, trained, branches, mode
         max_new_tokens=24,
         mode=mode,
         nodes=6,
+        draft_temperature=draft_temperature,
+        draft_top_k=draft_top_k,
         generator=generator(2),
     )
     accepted = np.array([sum(step.accepted for step in steps) for steps in result.steps], dtype=float)

@@ -30,16 +30,35 @@ from tests.helpers import (
 # -- mutants -----------------------------------------------------------------------------------
 
 
-def softmaxed_residual(p, q):
-    return (p - q).clamp(min=0).softmax(-1)
+def softmaxed_residual(p, q, weight=1.0):
+    return (weight * p - q).clamp(min=0).softmax(-1)
 
 
-def residual_not_normalised(p, q):
-    return (p - q).clamp(min=0)
+def residual_not_normalised(p, q, weight=1.0):
+    return (weight * p - q).clamp(min=0)
 
 
-def redraw_from_the_target(p, q):
+def redraw_from_the_target(p, q, weight=1.0):
     return p
+
+
+def residual_without_weight(p, q, weight=1.0, original=verifier.residual_distribution):
+    return original(p, q)
+
+
+def weights_that_never_recover(p_drafted, q_drafted):
+    """The product of the token ratios, each clipped: token verification's."""
+    ratios = verifier.accept_ratio(p_drafted, q_drafted).cumprod(-1)
+    return torch.nn.functional.pad(ratios, (1, 0), value=1.0)
+
+
+def weights_without_clipping(p_drafted, q_drafted):
+    ratios = (p_drafted / q_drafted).cumprod(-1)
+    return torch.nn.functional.pad(ratios, (1, 0), value=1.0)
+
+
+def keep_with_the_weight(weight, p, q):
+    return weight
 
 
 def accept_with_p(p_x, q_x):
@@ -67,6 +86,15 @@ MUTANTS = {
     "q of the drawn branch": (proposals, "greedy_branch_proposal", q_of_the_drawn_branch_greedy, ("greedy_branch",)),
     "q of the drawn branch, soft": (proposals, "soft_proposal", q_of_the_drawn_branch_soft, ("soft",)),
 }
+#: The same for block verification.
+BLOCK_MUTANTS = {
+    "residual without weight": (verifier, "residual_distribution", residual_without_weight),
+    "residual softmaxed": (verifier, "residual_distribution", softmaxed_residual),
+    "redrawn freely": (verifier, "residual_distribution", redraw_from_the_target),
+    "weights not clipped": (verifier, "block_weights", weights_without_clipping),
+    "weights that never recover": (verifier, "block_weights", weights_that_never_recover),
+    "kept with the weight": (verifier, "block_acceptance", keep_with_the_weight),
+}
 CASES = [(name, mode) for name, (*_, modes) in MUTANTS.items() for mode in modes]
 
 
@@ -79,11 +107,11 @@ def plant(monkeypatch, name):
 
 
 class ToyDrafter:
-    """Unrelated random float64 branches, prior and marginals after every prefix."""
+    """Unrelated random float64 branches, prior and marginals after every prefix; ``draft`` is (T_d, k_d)."""
 
-    def __init__(self, branches, length, vocabulary, depth, seed):
+    def __init__(self, branches, length, vocabulary, depth, seed, draft=(1.0, 0)):
         rng = generator(seed)
-        self.length, self.vocabulary = length, vocabulary
+        self.length, self.vocabulary, self.draft = length, vocabulary, draft
         self.parts = {
             prefix: (
                 random_branches(branches, length, vocabulary, rng),
@@ -97,6 +125,7 @@ class ToyDrafter:
     def proposals(self, prefix, length, mode):
         """Every proposal that can be made, as one batch, and its probability."""
         tokens, log_prior, log_q = self.parts[prefix]
+        log_q = proposals.branch_log_q(log_q, *self.draft)
         branches = len(tokens)
         if mode == "greedy_branch":
             category = torch.arange(branches)
@@ -122,52 +151,68 @@ def support(target, prefixes):
     return tokens, p.gather(-1, tokens)
 
 
-def step_law(target, drafter, prefix, room, mode):
+def stop_probabilities(made, tokens, p, verification):
+    """P(i drafted tokens are kept), i = 0..d, and the factor of p in the residual there, (N, d + 1) each."""
+    p_x = verifier.probability_on_support(tokens[:, :-1], p[:, :-1], made.drafted)
+    if verification == "token":
+        acceptance = verifier.accept_ratio(p_x, made.q_drafted)
+        reached = torch.cat([torch.ones_like(acceptance[:, :1]), acceptance], dim=-1).cumprod(-1)
+        refused = torch.cat([1 - acceptance, torch.ones_like(acceptance[:, :1])], dim=-1)
+        return reached * refused, torch.ones_like(reached)
+    weight = verifier.block_weights(p_x, made.q_drafted)
+    slots = [torch.full((len(p),), i) for i in range(p.shape[1])]
+    q = torch.stack([made.q(slot, tokens[:, i]) for i, slot in enumerate(slots)], dim=1)
+    kept = verifier.block_acceptance(weight, p, q)
+    kept = torch.cat([torch.ones_like(kept[:, :1]), kept[:, 1:]], dim=-1)
+    later = (1 - kept[:, 1:]).flip(-1).cumprod(-1).flip(-1)
+    return kept * torch.cat([later, torch.ones_like(later[:, :1])], dim=-1), weight
+
+
+def step_law(target, drafter, prefix, room, mode, verification="token"):
     """Probability of everything that one pass can emit when ``room`` tokens are left, as the loop does it."""
     length = min(drafter.length, room - 1)
     law = defaultdict(float)
     if length == 0:
         return {(v,): p for v, p in enumerate(target[prefix])}
-    made, weight = drafter.proposals(prefix, length, mode)
-    reach = weight.clone()
+    made, chance = drafter.proposals(prefix, length, mode)
+    possible = [i for i, weight in enumerate(chance.tolist()) if weight > 0]
     blocks = [tuple(block) for block in made.drafted.tolist()]
+    pieces = [support(target, [prefix + block[:i] for block in blocks]) for i in range(length + 1)]
+    width = max(tokens.shape[1] for tokens, _ in pieces)
+    padded = [[torch.nn.functional.pad(half, (0, width - half.shape[1])) for half in piece] for piece in pieces]
+    tokens, p = (torch.stack(halves, dim=1) for halves in zip(*padded, strict=True))
+    stop, weight = stop_probabilities(made, tokens, p, verification)
     for i in range(length + 1):
-        tokens, p = support(target, [prefix + block[:i] for block in blocks])
-        q = made.q(torch.full((len(blocks),), i), tokens)
-        law_here = verifier.residual_distribution(p, q)
-        if i < length:
-            p_x = verifier.probability_on_support(tokens, p, made.drafted[:, i])
-            acceptance = verifier.accept_ratio(p_x, made.q_drafted[:, i])
-            stop = reach * (1 - acceptance)
-            reach = reach * acceptance
-        else:
-            stop = reach
-        ends = zip(blocks, tokens.tolist(), law_here.tolist(), stop.tolist(), strict=True)
-        for block, candidates, shares, probability in ends:
-            for v, share in zip(candidates, shares, strict=True):
-                law[(*block[:i], v)] += probability * share
+        q = made.q(torch.full((len(blocks),), i), tokens[:, i])
+        shares = verifier.residual_distribution(p[:, i], q, weight[:, i, None])
+        for n in possible:
+            probability = float(chance[n] * stop[n, i])
+            if probability:
+                for v, share in zip(tokens[n, i].tolist(), shares[n].tolist(), strict=True):
+                    law[(*blocks[n][:i], v)] += probability * share
     return law
 
 
-def emitted_law(target, drafter, prefix, room, mode, known):
+def emitted_law(target, drafter, prefix, room, mode, known, verification="token"):
     """Joint law of the next ``room`` tokens under the whole loop."""
     if room == 0:
         return {(): 1.0}
     if prefix not in known:
         law = defaultdict(float)
-        for tokens, probability in step_law(target, drafter, prefix, room, mode).items():
+        for tokens, probability in step_law(target, drafter, prefix, room, mode, verification).items():
             if probability:
-                rest = emitted_law(target, drafter, prefix + tokens, room - len(tokens), mode, known)
+                left = room - len(tokens)
+                rest = emitted_law(target, drafter, prefix + tokens, left, mode, known, verification)
                 for more, share in rest.items():
                     law[tokens + more] += probability * share
         known[prefix] = law
     return known[prefix]
 
 
-def largest_error(vocabulary, branches, length, emitted, mode, seed, zeros):
+def largest_error(vocabulary, branches, length, emitted, mode, seed, zeros, verification="token", draft=(1.0, 0)):
     target = random_target(vocabulary, emitted, generator(seed), zeros)
-    drafter = ToyDrafter(branches, length, vocabulary, emitted, seed + 1)
-    law = emitted_law(target, drafter, (), emitted, mode, {})
+    drafter = ToyDrafter(branches, length, vocabulary, emitted, seed + 1, draft)
+    law = emitted_law(target, drafter, (), emitted, mode, {}, verification)
     sequences = itertools.product(range(vocabulary), repeat=emitted)
     return max(abs(law.get(tokens, 0.0) - sequence_probability(target, tokens)) for tokens in sequences)
 
@@ -180,6 +225,84 @@ def largest_error(vocabulary, branches, length, emitted, mode, seed, zeros):
 def test_joint_law_of_the_loop_is_that_of_the_target(vocabulary, length, emitted, mode, branches, zeros):
     for seed in range(2):
         assert largest_error(vocabulary, branches, length, emitted, mode, 10 * seed, zeros) < 1e-9
+
+
+@pytest.mark.parametrize("zeros", [False, True], ids=["p > 0", "p with zeros"])
+@pytest.mark.parametrize(("mode", "branches"), [*itertools.product(("greedy_branch", "soft"), (1, 2, 3))])
+@pytest.mark.parametrize(("vocabulary", "length", "emitted"), [(3, 2, 4), (4, 2, 3), (5, 1, 3), (3, 3, 4)])
+def test_joint_law_with_block_verification_is_that_of_the_target(vocabulary, length, emitted, mode, branches, zeros):
+    for seed in range(2):
+        assert largest_error(vocabulary, branches, length, emitted, mode, 10 * seed, zeros, "block") < 1e-9
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("draft", [(0.1, 0), (0.5, 0), (3.0, 0), (1.0, 1), (0.7, 2), (2.0, 2)], ids=str)
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_joint_law_at_any_draft_temperature_and_top_k_is_that_of_the_target(branches, draft, verification):
+    for zeros in (False, True):
+        assert largest_error(3, branches, 2, 4, "soft", 5, zeros, verification, draft) < 1e-9
+
+
+@pytest.mark.parametrize("mode", BOTH)
+@pytest.mark.parametrize("name", BLOCK_MUTANTS)
+def test_mutants_of_block_verification_break_the_joint_law(name, mode, monkeypatch):
+    monkeypatch.setattr(*BLOCK_MUTANTS[name])
+    assert max(largest_error(3, 3, 3, 4, mode, seed, False, "block") for seed in range(6)) > 5e-4
+
+
+@pytest.mark.parametrize("mode", BOTH)
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_block_verification_keeps_no_fewer_tokens(mode, branches):
+    """Expected accepted tokens of one step; strictly more for sampled drafts of several tokens."""
+    gains = []
+    for seed in range(4):
+        target = random_target(3, 4, generator(seed))
+        drafter = ToyDrafter(branches, 3, 3, 1, seed + 1)
+        expected = [
+            sum((len(tokens) - 1) * share for tokens, share in step_law(target, drafter, (), 4, mode, how).items())
+            for how in ("token", "block")
+        ]
+        gains.append(expected[1] - expected[0])
+    assert min(gains) > -1e-12
+    assert max(gains) > 1e-3 or (mode, branches) == ("greedy_branch", 1)
+
+
+class Fixed:
+    """A target and a drafter that say the same after every prefix."""
+
+    def __init__(self, q, length):
+        self.log_q, self.length, self.vocabulary = torch.tensor(q, dtype=torch.float64).log(), length, len(q)
+
+    def proposals(self, prefix, length, mode):
+        blocks = all_blocks(self.vocabulary, length)
+        many = len(blocks)
+        log_q = self.log_q.expand(many, 1, length, -1)
+        prior = torch.zeros(many, 1, dtype=torch.float64)
+        made = proposals.soft_proposal(log_q, prior, torch.zeros(many, dtype=torch.long), blocks)
+        return made, self.log_q[blocks].sum(-1).exp()
+
+
+def test_the_published_example_of_block_verification():
+    """p = (1/3, 2/3), q = (2/3, 1/3), two drafted tokens: 10/9 accepted by token, 11/9 by block (arXiv 2403.10444)."""
+    target = {prefix: [1 / 3, 2 / 3] for n in range(3) for prefix in itertools.product(range(2), repeat=n)}
+    for how, expected in (("token", 10 / 9), ("block", 11 / 9)):
+        law = step_law(target, Fixed([2 / 3, 1 / 3], 2), (), 3, "soft", how)
+        assert abs(sum((len(tokens) - 1) * share for tokens, share in law.items()) - expected) < 1e-12
+        assert abs(sum(law.values()) - 1) < 1e-12
+
+
+def test_the_published_example_through_verify_block():
+    n = 40_000
+    log_q = torch.tensor([2 / 3, 1 / 3]).log().expand(n, 1, 2, -1)
+    drawn = torch.multinomial(log_q[:, 0].exp().flatten(0, 1), 1, generator=generator(0)).view(n, 2)
+    made = proposals.soft_proposal(log_q, torch.zeros(n, 1), torch.zeros(n, dtype=torch.long), drawn)
+    tokens, p = torch.arange(2).expand(n, 3, -1), torch.tensor([1 / 3, 2 / 3]).expand(n, 3, -1)
+    for how, expected in (("token", 10 / 9), ("block", 11 / 9)):
+        out = verifier.verify_block(made, tokens, p, generator=generator(1), verification=how)
+        accepted = out.accepted.double()
+        assert abs(float(accepted.mean()) - expected) < 4.5 * float(accepted.std()) / n**0.5
+        first = torch.where(out.accepted > 0, drawn[:, 0], out.token)
+        assert abs(float(first.double().mean()) - 2 / 3) < 4.5 * (2 / 9 / n) ** 0.5
 
 
 @pytest.mark.parametrize(("name", "mode"), CASES)
@@ -274,6 +397,33 @@ def test_simulated_loop_has_the_joint_law_of_the_target(toy, make_drafter, mode,
     p_value, result = simulated_p_value(toy, make_drafter, mode, branches, settings, eos)
     assert p_value > FAIR
     assert 0.05 < result.accepted_length
+
+
+@pytest.mark.parametrize(
+    ("mode", "branches", "settings", "eos", "drafting"),
+    [
+        ("soft", 3, SamplingSettings(1.0), (2,), {"draft_temperature": 0.4}),
+        ("soft", 2, SamplingSettings(0.8, top_k=4), (), {"draft_temperature": 2.0, "draft_top_k": 2}),
+        ("independent", 1, SamplingSettings(1.0), (), {"draft_temperature": 0.5, "draft_top_k": 3}),
+        ("greedy_branch", 3, SamplingSettings(1.0), (0,), {"verification": "block"}),
+        ("soft", 3, SamplingSettings(1.0, top_k=4), (), {"verification": "block"}),
+        ("soft", 2, SamplingSettings(1.0), (1,), {"verification": "block", "draft_temperature": 0.6, "draft_top_k": 3}),
+    ],
+    ids=str,
+)
+def test_simulated_loop_beyond_the_paper(toy, make_drafter, mode, branches, settings, eos, drafting):
+    p_value, result = simulated_p_value(toy, make_drafter, mode, branches, settings, eos, **drafting)
+    assert p_value > FAIR
+    assert 0.05 < result.accepted_length
+
+
+@pytest.mark.parametrize("name", ["residual softmaxed", "weights not clipped", "kept with the weight"])
+def test_simulation_finds_the_mutants_of_block_verification(toy, make_drafter, name, monkeypatch):
+    monkeypatch.setattr(*BLOCK_MUTANTS[name])
+    p_value, _ = simulated_p_value(
+        toy, make_drafter, "soft", 3, SamplingSettings(1.0), draws=20000, verification="block"
+    )
+    assert p_value < 1e-6
 
 
 @pytest.mark.parametrize(("name", "mode"), [case for case in CASES if case[0] != "residual not renormalised"])

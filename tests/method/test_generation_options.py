@@ -205,6 +205,14 @@ def test_what_changes_nothing_is_taken(call, llama, make_drafter):
     assert by_default.tolist() == [ours.sequences[0].tolist()]
 
 
+def test_arguments_on_drafting_are_passed_through(call, llama, make_drafter):
+    drafting = dict(mode="soft", draft_temperature=0.6, draft_top_k=5, category_temperature=0.5, verification="block")
+    through = call(**SAMPLING, **drafting, generator=generator(1))
+    settings = SamplingSettings(0.8, 15, 0.9)
+    ours = generate(llama, make_drafter(llama), IDS, settings, max_new_tokens=12, generator=generator(1), **drafting)
+    assert through.tolist() == [ours.sequences[0].tolist()]
+
+
 def test_several_sequences_of_one_prompt_are_independent_draws(call, llama, make_drafter):
     ids = torch.tensor([[0, 5, 6], [8, 9, 10]])
     mask = torch.tensor([[0, 1, 1], [1, 1, 1]])

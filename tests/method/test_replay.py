@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 
@@ -9,19 +10,25 @@ import numpy as np
 import pytest
 import torch
 
+from dblast import replay
+from dblast.drafter import DraftOutput
 from dblast.errors import DBlastError
-from dblast.replay import expected_accepted, expected_passes
+from dblast.proposals import branch_log_q, propose
+from dblast.replay import expected_accepted, expected_passes, sampled_log_q, score
 from dblast.trajectories import block_index
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
-from dblast.verifier import greedy_branch_acceptance
+from dblast.verifier import greedy_branch_acceptance, soft_acceptance
 from tests.helpers import (
+    all_blocks,
     assert_close,
+    block_log_q,
     category_log_prior,
     generator,
     random_branches,
     random_log_prior,
     random_target,
     sequence_probability,
+    soft_distribution,
 )
 
 VOCABULARY, EOS = 3, 0
@@ -102,6 +109,107 @@ class Toy:
         for row, trajectory in zip(padded, trajectories, strict=True):
             row[: len(trajectory)] = self.acceptance(trajectory)
         return expected_passes(padded, torch.tensor([len(trajectory) for trajectory in trajectories]))
+
+
+class SoftToy(Toy):
+    """The same with tokens sampled inside the branch at a draft temperature, on the branch's own top-k."""
+
+    def __init__(self, branches, draft_temperature, draft_top_k, budget=4, block_length=2, seed=0):
+        super().__init__(branches, 1.0, budget, block_length, seed)
+        rng = generator(seed + 1)
+        shape = (branches, block_length, VOCABULARY)
+        self.log_q = {
+            y: branch_log_q(torch.randn(shape, generator=rng, dtype=torch.float64), draft_temperature, draft_top_k)
+            for y in self.target
+        }
+
+    def online_pass(self, anchor):
+        log_q, prior = self.log_q[anchor], self.log_prior[anchor].exp()
+        for z, draft in itertools.product(range(len(prior)), all_blocks(VOCABULARY, self.block_length).tolist()):
+            alive = float(prior[z] * math.prod(log_q[z, i, token].exp() for i, token in enumerate(draft)))
+            tokens = anchor
+            for i, drafted in enumerate(draft):
+                if alive == 0:
+                    break
+                p, q = self.target[tokens], soft_distribution(log_q, self.log_prior[anchor], torch.tensor(draft[:i]))
+                q = q.tolist()
+                accept = min(1.0, p[drafted] / q[drafted])
+                excess = [max(0.0, p[v] - q[v]) for v in range(VOCABULARY)]
+                if accept < 1:
+                    for v in range(VOCABULARY):
+                        yield (*tokens, v), alive * (1 - accept) * excess[v] / sum(excess)
+                tokens, alive = (*tokens, drafted), alive * accept
+                if self.finished(tokens):
+                    yield tokens, alive
+                    break
+            else:
+                for v, share in enumerate(self.target[tokens]):
+                    yield (*tokens, v), alive * share
+
+    def acceptance(self, trajectory):
+        index, valid = block_index(len(trajectory), self.block_length)
+        prefixes = [trajectory[:a] for a in range(len(trajectory))]
+        log_p = torch.tensor([self.target[y][v] for y, v in zip(prefixes, trajectory, strict=True)]).double().log()
+        blocks = torch.tensor(trajectory)[index]
+        log_q = torch.cat([block_log_q(self.log_q[y], block[None]) for y, block in zip(prefixes, blocks, strict=True)])
+        prior = torch.stack([self.log_prior[y] for y in prefixes])
+        return soft_acceptance(log_q, prior, log_p[index]) * valid
+
+
+@pytest.mark.parametrize("draft", [(1.0, 0), (0.4, 0), (3.0, 0), (0.8, 2), (1.0, 1)], ids=str)
+@pytest.mark.parametrize("branches", [1, 2, 3])
+def test_replay_of_sampled_drafts_is_the_online_loop(branches, draft):
+    toy = SoftToy(branches, *draft, seed=branches)
+    law, passes = toy.online()
+    trajectories = toy.trajectories()
+    replayed = toy.replay(trajectories)
+    assert_close([law[y] for y in trajectories], [sequence_probability(toy.target, y) for y in trajectories], 1e-12)
+    assert_close(replayed, [passes[y] / law[y] for y in trajectories], tolerance=1e-6)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [0, 12])
+def test_sampled_log_q_is_the_law_that_tokens_are_drawn_from(llama, make_drafter, draft_vocab_size, monkeypatch):
+    drafter = make_drafter(llama, num_categories=3, draft_vocab_size=draft_vocab_size)
+    hidden = torch.randn(5, 3, 3, 32, generator=generator(0))
+    output = DraftOutput(hidden, torch.randn(5, 3, generator=generator(1)))
+    temperatures = (0.3, 1.0, 2.0)
+    for draft_top_k in (0, 4, 99):
+        made = [
+            propose(drafter, output, 3, mode="soft", draft_temperature=value, draft_top_k=draft_top_k)
+            for value in temperatures
+        ]
+        for pieces in (2**22, 1, 300):
+            monkeypatch.setattr(replay, "DRAFT_LOGITS", pieces)
+            tokens = torch.arange(5 * 3).view(5, 3) % 40
+            tables = sampled_log_q(drafter, hidden, tokens, temperatures, draft_top_k)
+            for proposal, table in zip(made, tables, strict=True):
+                for slot in range(3):
+                    drawn = proposal.branch_q(torch.full((5,), slot), tokens[:, slot, None]).squeeze(-1)
+                    assert_close(table[..., slot].exp(), drawn, tolerance=1e-5)
+    (plain,) = sampled_log_q(drafter, hidden, tokens)
+    assert torch.equal(plain, drafter.log_q(hidden, tokens))
+    assert_close(plain.exp(), sampled_log_q(drafter, hidden, tokens, temperatures)[1].exp(), tolerance=1e-5)
+
+
+def test_scores_of_a_grid_are_those_of_its_cells(llama, make_drafter, make_trajectory):
+    drafter, trajectories = make_drafter(llama, num_categories=3), [make_trajectory(seed=s) for s in (0, 1)]
+    categories, drafts = (0.5, 1.0), (0.0, 0.7, 1.0)
+    grid = score(drafter, trajectories, categories, proposal="soft", draft_temperatures=drafts, draft_top_k=5)
+    assert len(grid) == 2 * 2 * 3
+    greedy = score(drafter, trajectories, categories)
+    assert "draft_temperature" not in greedy
+    for category, draft in itertools.product(categories, drafts):
+        cell = grid[(grid.category_temperature == category) & (grid.draft_temperature == draft)]
+        alone = score(
+            drafter, trajectories, (category,), proposal="soft", draft_temperatures=(draft,), draft_top_k=5
+        )
+        assert_close(cell.passes.to_numpy(), alone.passes.to_numpy())
+        if draft == 0:
+            assert_close(cell.passes.to_numpy(), greedy[greedy.category_temperature == category].passes.to_numpy())
+    one = make_drafter(llama, num_categories=1)
+    single = score(one, trajectories, categories, proposal="soft", draft_temperatures=drafts)
+    assert len(single) == 2 * 3 and single.category_temperature.isna().all()
+    assert single.draft_temperature.tolist() == [*drafts] * 2
 
 
 GRID = [(branches, temperature) for branches in (1, 2, 3) for temperature in (0.0, 0.5, 1.0, 2.0)]
