@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import fcntl
 import os
 import random
 import signal
@@ -113,10 +114,17 @@ def compare(expected: Path, found: Path) -> int:
     return len(names)
 
 
-def at_work(cache: Path) -> str | None:
-    """The kind of the stage that a run is in: of folders without a record the innermost, which others wait for."""
-    open_ = [f for kind in KINDS for f in cache.glob(f"{kind}/*") if f.is_dir() and not (f / "stage.json").exists()]
-    return open_[0].parent.name if open_ else None
+def at_work(cache: Path, output: Path, since: float) -> str | None:
+    """What a run is doing: the kind of the innermost stage whose lock it holds, or "tables" once it has written one."""
+    for kind in KINDS:
+        for lock in cache.glob(f"{kind}/*.lock"):
+            with lock.open() as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return kind
+    written = (path.stat().st_mtime for path in output.rglob("*.parquet"))
+    return "tables" if any(moment > since for moment in written) else None
 
 
 def kills(profile: str, count: int, seed: int, folder: Path) -> None:
@@ -126,7 +134,7 @@ def kills(profile: str, count: int, seed: int, folder: Path) -> None:
     spent: dict[str, float] = collections.defaultdict(float)
     last = time.monotonic()
     while whole.process.poll() is None:
-        kind = at_work(folder / "whole cache") or ("tables" if (folder / "whole").exists() else None)
+        kind = at_work(folder / "whole cache", folder / "whole", 0)
         now = time.monotonic()
         if kind:
             spent[kind] += now - last
@@ -141,8 +149,8 @@ def kills(profile: str, count: int, seed: int, folder: Path) -> None:
         # Through the stages in their order, one or two kills each; a stage that is passed too soon is left out.
         for wanted in [kind for kind in KINDS if spent[kind] for _ in range(rng.randint(1, 2))]:
             run = Run(profile, cache, output, parallel)
-            if _kill_in(wanted, run, cache, output, rng, spent):
-                done[at_work(cache) or "tables"] += 1
+            if killed := _kill_in(wanted, run, cache, output, rng, spent):
+                done[killed] += 1
                 print(f"kill {done.total()}: {dict(done)}", flush=True)
             if done.total() == count:
                 break
@@ -151,21 +159,21 @@ def kills(profile: str, count: int, seed: int, folder: Path) -> None:
         finished += 1
 
 
-def _kill_in(wanted: str, run: Run, cache: Path, output: Path, rng: random.Random, spent: dict[str, float]) -> bool:
-    """Kill a run at a random moment after it enters a kind of stage; False if it ended before."""
-    delay = rng.uniform(0, spent[wanted])
-    entered = None
+def _kill_in(
+    wanted: str, run: Run, cache: Path, output: Path, rng: random.Random, spent: dict[str, float]
+) -> str | None:
+    """Kill a run at a random moment after it enters a kind of stage; what it was doing, None if it ended before."""
+    delay, began, entered = rng.uniform(0, spent[wanted]), time.time(), None
     while run.process.poll() is None:
-        now = time.monotonic()
-        kind = at_work(cache) or ("tables" if output.exists() else None)
+        kind, now = at_work(cache, output, began), time.monotonic()
         if entered is None and kind is not None and KINDS.index(kind) >= KINDS.index(wanted):
             entered = now
         if entered is not None and now - entered >= delay:
             run.kill(group=rng.random() < 0.5)
-            return True
+            return kind or "between stages"
         time.sleep(0.01)
     run.finish()
-    return False
+    return None
 
 
 def pairs(profile: str, folder: Path) -> None:
