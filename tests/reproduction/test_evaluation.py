@@ -1,62 +1,82 @@
 """Tables of an evaluation: ratios, intervals, and prompts that have no part in both choosing and counting."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from dblast.errors import DBlastError
-from dblast.reproduction.own.evaluation import accepted_lengths, at_calibrated_temperature, readable
+from dblast.reproduction.own import evaluation
+from dblast.reproduction.own.evaluation import accepted_lengths, readable, score_proposals
 from dblast.reproduction.own.plots import curves_figure, evaluation_figure, png
 
 
-def scores(temperatures=(0.0, 1.0), categories=4, prompts=10):
-    rows = []
-    for setting in ("high", "low"):
-        for i in range(prompts):
-            for temperature in temperatures if categories > 1 else (float("nan"),):
-                # Z_T = 1 is better on every prompt but the first.
-                passes = 20.0 + i + (5 if (temperature == 0.0) != (i == 0) else 0)
-                rows.append(
-                    {
-                        "drafter": "mine",
-                        "K": categories,
-                        "proposal": "greedy_branch",
-                        "setting": setting,
-                        "prompt_id": f"p{i}",
-                        "task": "chat" if i % 2 else "haiku",
-                        "category_temperature": temperature,
-                        "emitted": 60,
-                        "passes": passes,
-                        "anchor_accepted": 2.5 * 54,
-                        "anchors": 54,
-                    }
-                )
-    return pd.DataFrame(rows)
+def drafter(categories):
+    return SimpleNamespace(config=SimpleNamespace(num_categories=categories))
 
 
-def test_the_temperature_is_chosen_on_other_prompts_than_those_that_count():
-    chosen = at_calibrated_temperature(scores(), {"p0"})
-    assert set(chosen.category_temperature) == {0.0} and "p0" not in set(chosen.prompt_id)
-    chosen = at_calibrated_temperature(scores(), {"p1", "p2"})
-    assert set(chosen.category_temperature) == {1.0} and chosen.prompt_id.nunique() == 8
+def texts(prompts=10):
+    return {
+        setting: [SimpleNamespace(prompt_id=f"p{i}", number=i) for i in range(prompts)] for setting in ("high", "low")
+    }
+
+
+@pytest.fixture(autouse=True)
+def replay(monkeypatch):
+    """Scores by formula: Z_T = 1 is better on every prompt but the first. Gives the calls: prompts and temperatures."""
+    calls = []
+
+    def score(drafter, rows, temperatures, *, proposal, precision, description=None):
+        calls.append(([row.prompt_id for row in rows], list(temperatures)))
+        single = drafter.config.num_categories <= 1
+        return pd.DataFrame(
+            {
+                "prompt_id": row.prompt_id,
+                "task": "chat" if row.number % 2 else "haiku",
+                "category_temperature": float("nan") if single else temperature,
+                "emitted": 60,
+                "passes": 20.0 + row.number + (5 if (temperature == 0.0) != (row.number == 0) else 0),
+                "anchor_accepted": 2.5 * 54,
+                "anchors": 54,
+            }
+            for row in rows
+            for temperature in temperatures
+        )
+
+    monkeypatch.setattr(evaluation, "score", score)
+    return calls
+
+
+def scored(calibration, categories=4, **options):
+    options = {"proposals": ("greedy_branch",), "category_temperatures": (0.0, 1.0)} | options
+    return score_proposals(drafter(categories), texts(), "mine", calibration, **options)
+
+
+def test_the_temperature_is_chosen_on_other_prompts_than_those_that_count(replay):
+    rows = scored({"p0"})
+    assert set(rows.category_temperature) == {0.0} and "p0" not in set(rows.prompt_id)
+    assert replay[:2] == [(["p0"], [0.0, 1.0]), ([f"p{i}" for i in range(1, 10)], [0.0])]
+    rows = scored({"p1", "p2"})
+    assert set(rows.category_temperature) == {1.0} and rows.prompt_id.nunique() == 8
 
 
 def test_a_known_temperature_counts_on_all_prompts():
-    chosen = at_calibrated_temperature(scores(), {"p1"}, {"high": 0.0})
-    by_setting = chosen.groupby("setting").agg(t=("category_temperature", "first"), n=("prompt_id", "nunique"))
-    assert by_setting.t.to_dict() == {"high": 0.0, "low": 1.0}
+    rows = scored({"p1"}, known={"high": 0.4})
+    by_setting = rows.groupby("setting").agg(t=("category_temperature", "first"), n=("prompt_id", "nunique"))
+    assert by_setting.t.to_dict() == {"high": 0.4, "low": 1.0}
     assert by_setting.n.to_dict() == {"high": 10, "low": 9}
 
 
 def test_no_prompts_are_left():
     with pytest.raises(DBlastError, match="no prompts are left to evaluate"):
-        at_calibrated_temperature(scores(), {f"p{i}" for i in range(10)})
+        scored({f"p{i}" for i in range(10)})
     with pytest.raises(DBlastError, match="to choose the category temperature"):
-        at_calibrated_temperature(scores(), set())
+        scored(set())
 
 
 def test_both_averages_and_their_intervals():
-    rows = at_calibrated_temperature(scores(categories=1), {"p0"})
+    rows = scored({"p0"}, categories=1)
     table = accepted_lengths(rows)
     overall = table[(table.task == "all") & (table.setting == "high")].iloc[0]
     part = rows[rows.setting == "high"]
@@ -72,7 +92,7 @@ def test_both_averages_and_their_intervals():
 
 
 def test_tables_and_figures_for_people():
-    table = accepted_lengths(at_calibrated_temperature(scores(), {"p1"}))
+    table = accepted_lengths(scored({"p1"}))
     shown = readable(table)
     assert list(shown.setting.unique()) == ["high", "low"] and list(shown.task[:3]) == ["haiku", "chat", "all"]
     assert set(shown.Z_T) == {"1"} and shown["in the loop"].str.match(r"[\d.]+ ± [\d.]+ \[[\d.]+, [\d.]+\]").all()

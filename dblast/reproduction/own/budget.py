@@ -42,7 +42,7 @@ class Speeds:
     Attributes:
         token: per token of an answer's budget, many answers at a time.
         pretraining, finetuning: per optimiser step.
-        scoring: per token replayed, all proposals.
+        scoring: per token replayed, all proposals at one category temperature.
         start: once, for loading and for these measurements.
     """
 
@@ -101,13 +101,11 @@ def measure(plan: Plan, target: Target, tokens: int = 32) -> Speeds:
     variant = plan.variants[0]
     ours = drafter.with_categories(variant.K, 0)
     finetuning = _timed_steps(ours, rows, plan.finetune_config(variant, 0))
-    some = rows[:4]
-    score(ours, some[:1], plan.category_temperatures, proposal="tree")  # warms up
+    some, precision = rows[:4], getattr(torch, plan.finetune.precision)
+    score(ours, some[:1], proposal="tree", precision=precision)  # warms up
     start = time.perf_counter()
     for proposal in DEFAULT_PROPOSALS:
-        score(
-            ours, some, plan.category_temperatures, proposal=proposal, precision=getattr(torch, plan.finetune.precision)
-        )
+        score(ours, some, proposal=proposal, precision=precision)
     scoring = (time.perf_counter() - start) / sum(len(row.response_ids) for row in some)
     return Speeds(token, pretraining, finetuning, scoring, time.perf_counter() - begin)
 
@@ -153,7 +151,7 @@ def choose_sizes(plan: Plan, target: Target, speeds: Speeds, seconds: float, dis
         max(1, most // 4),
     )
     tasks = len({p.task for p in evaluation_prompts(plan, target)})
-    # Sampled once for every setting; two drafters are scored, of training too.
+    # Sampled once for every setting; scored at one category temperature, a tenth at all of them, the start drafter too.
     per_prompt = len(data.settings) * data.evaluation_tokens * (speeds.token + 3 * speeds.scoring)
     per_task = max(4, int(EVALUATION * left / per_prompt / tasks))
     if min(fine_steps, steps if begin else FEWEST_STEPS) < FEWEST_STEPS or fine_answers < FEWEST_ANSWERS:

@@ -14,19 +14,18 @@ import torch
 from dblast.backbone import DBlastConfig
 from dblast.drafter import DBlastDrafter
 from dblast.errors import DBlastError
+from dblast.proposals import check_mode
 from dblast.replay import PROPOSALS
 from dblast.reproduction.experiments import prepare_trajectories
 from dblast.reproduction.own.evaluation import (
     DEFAULT_PROPOSALS,
     accepted_lengths,
-    at_calibrated_temperature,
     readable,
     score_proposals,
 )
 from dblast.reproduction.own.pairs import open_pair
 from dblast.reproduction.own.plots import evaluation_figure
-from dblast.reproduction.own.requirements import check_memory
-from dblast.reproduction.plans import CATEGORY_TEMPERATURES, DataConfig, DrafterConfig, Plan
+from dblast.reproduction.plans import DataConfig, DrafterConfig, Plan
 from dblast.reproduction.profiles import SMOLLM2
 from dblast.reproduction.prompts import own
 from dblast.reproduction.prompts.plan import calibration_ids
@@ -35,7 +34,6 @@ from dblast.reproduction.stages import digest
 from dblast.sampling import SETTINGS, get_setting
 from dblast.targets import Target
 from dblast.trajectories import EncodedPrompt
-from dblast.proposals import check_mode
 
 #: What ``drafter`` leaves beside the weights: hashes of the prompts it trained on and calibrated with.
 USED_PROMPTS = "prompts.json"
@@ -89,16 +87,16 @@ def evaluate_drafter(
             check_mode(proposal, config.num_categories)
     drafter = DBlastDrafter.load(name, dtype=torch.float32).to(target.device).attach(target)
     texts = {setting: list(prepare_trajectories(plan, setting, target)) for setting in settings}
-    known = config.category_temperatures or {}
     scores = score_proposals(
         drafter,
         texts,
         Path(name).name or name,
+        calibration_ids(plan),
+        known=config.category_temperatures,
         proposals=proposals,
-        category_temperatures=sorted({*CATEGORY_TEMPERATURES, *known.values()}),
         precision=getattr(torch, plan.finetune.precision),
     )
-    table = accepted_lengths(at_calibrated_temperature(scores, calibration_ids(plan), known))
+    table = accepted_lengths(scores)
     say(readable(table).to_string(index=False))
     say("accepted draft tokens per target pass, without the pass's own token: mean ± standard error [95 % interval]")
     if csv is not None:

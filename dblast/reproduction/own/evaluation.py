@@ -7,7 +7,7 @@ higher. Neither counts the pass's own token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -44,34 +44,47 @@ HEADINGS = {
 
 def score_proposals(
     drafter: DBlastDrafter,
-    trajectories: Mapping[str, Iterable[Trajectory]],
+    trajectories: Mapping[str, Sequence[Trajectory]],
     name: str,
+    calibration: set[str],
     *,
+    known: Mapping[str, float] | None = None,
     proposals: Sequence[str] = DEFAULT_PROPOSALS,
     category_temperatures: Sequence[float] = CATEGORY_TEMPERATURES,
     precision: torch.dtype = torch.float32,
 ) -> pd.DataFrame:
-    """Replay scores of one drafter.
+    """Replay scores of one drafter, each proposal at its category temperature, on prompts that did not choose it.
 
     Args:
         trajectories: by sampling setting.
         name: what the rows call the drafter.
+        calibration: prompts that choose Z_T: the one with the largest accepted length in the loop (ties: the smallest).
+        known: Z_T by setting that greedy branches were calibrated with elsewhere; they then count on all prompts.
 
     Returns:
         :func:`dblast.replay.score`'s rows with :data:`NAMES` before them.
+
+    Raises:
+        DBlastError: no prompt is left to choose with, or to count.
     """
     tables = []
     for setting, rows in trajectories.items():
-        rows = list(rows)
         for proposal in proposals:
-            table = score(
-                drafter,
-                rows,
-                category_temperatures,
-                proposal=proposal,
-                precision=precision,
-                description=f"{name}: {proposal.replace('_', ' ')}, {setting}",
-            )
+            options = {"proposal": proposal, "precision": precision}
+            title = f"{name}: {PROPOSAL_NAMES.get(proposal, proposal)}, {setting}"
+            counted = [row for row in rows if row.prompt_id not in calibration]
+            temperature = 1.0  # without effect on a single block
+            if drafter.config.num_categories > 1:
+                temperature = (known or {}).get(setting) if proposal == "greedy_branch" else None
+                if temperature is not None:
+                    counted = list(rows)
+                else:
+                    # Trees cost much at every temperature, so that only these prompts see all of them.
+                    choosing = [row for row in rows if row.prompt_id in calibration]
+                    temperature = _best_temperature(drafter, choosing, category_temperatures, options)
+            if not counted:
+                raise DBlastError(f"no prompts are left to evaluate {proposal} at setting {setting}; give more of them")
+            table = score(drafter, counted, [temperature], description=title, **options)
             values = (name, drafter.config.num_categories, proposal, setting)
             for place, (column, value) in enumerate(zip(NAMES, values, strict=True)):
                 table.insert(place, column, value)
@@ -79,39 +92,12 @@ def score_proposals(
     return pd.concat(tables, ignore_index=True)
 
 
-def at_calibrated_temperature(
-    scores: pd.DataFrame, calibration: set[str], known: Mapping[str, float] | None = None
-) -> pd.DataFrame:
-    """Rows at one Z_T per drafter, proposal and setting, of prompts that had no part in its choice.
-
-    Args:
-        calibration: prompts that choose Z_T: the one with the largest accepted length in the loop (ties: the smallest).
-        known: Z_T by setting that greedy branches were calibrated with elsewhere; they then count on all prompts.
-
-    Raises:
-        DBlastError: no prompt is left to choose with, or to count.
-    """
-    kept = []
-    for names, rows in scores.groupby(NAMES, sort=False):
-        _, categories, proposal, setting = names
-        held_out = rows[~rows.prompt_id.isin(calibration)]
-        if categories > 1:
-            temperature = (known or {}).get(setting) if proposal == "greedy_branch" else None
-            if temperature is None:
-                temperature = _best_temperature(rows[rows.prompt_id.isin(calibration)])
-            elif temperature in set(rows.category_temperature):
-                held_out = rows
-            held_out = held_out[held_out.category_temperature == temperature]
-        if held_out.empty:
-            raise DBlastError(f"no prompts are left to evaluate {proposal} at setting {setting}; give more of them")
-        kept.append(held_out)
-    return pd.concat(kept, ignore_index=True)
-
-
-def _best_temperature(rows: pd.DataFrame) -> float:
-    if rows.empty:
+def _best_temperature(
+    drafter: DBlastDrafter, rows: Sequence[Trajectory], temperatures: Sequence[float], options: dict
+) -> float:
+    if not rows:
         raise DBlastError("no prompts are left to choose the category temperature with; give more of them")
-    sums = rows.groupby("category_temperature")[["emitted", "passes"]].sum()
+    sums = score(drafter, rows, temperatures, **options).groupby("category_temperature")[["emitted", "passes"]].sum()
     # idxmax takes the first of equals, and the index is sorted.
     return float((sums.emitted / sums.passes).idxmax())
 
@@ -129,7 +115,7 @@ def accepted_lengths(rows: pd.DataFrame) -> pd.DataFrame:
     """The table: one row per drafter, proposal, setting and task, and :data:`ALL` tasks together.
 
     Args:
-        rows: from :func:`at_calibrated_temperature`.
+        rows: from :func:`score_proposals`.
 
     Returns:
         :data:`NAMES`, ``task, category_temperature, n``, then ``in_loop`` and ``per_anchor``, each with ``_error``

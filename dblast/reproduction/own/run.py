@@ -32,7 +32,7 @@ from dblast.reproduction.experiments import (
 from dblast.reproduction.own.budget import Sizes, Speeds, choose_sizes, measure, with_sizes
 from dblast.reproduction.own.costs import forecast, sample_sets, stage_cost
 from dblast.reproduction.own.evaluate import USED_PROMPTS, prompt_hash
-from dblast.reproduction.own.evaluation import accepted_lengths, at_calibrated_temperature, score_proposals
+from dblast.reproduction.own.evaluation import accepted_lengths, score_proposals
 from dblast.reproduction.own.report import configuration_in_words, write_report
 from dblast.reproduction.own.requirements import free_disk, size, sole_writer, token_bytes
 from dblast.reproduction.own.speed import decoding_speed
@@ -186,16 +186,14 @@ class Work:
         ours = open_drafter(variant_stage(plan, variant, seed).folder, self.target)
         # As it is saved.
         ours = ours.to(torch.bfloat16).float()
-        scores = pd.concat(
-            [
-                score_proposals(start, texts, START, proposals=("greedy_branch",), precision=precision),
-                score_proposals(
-                    ours, texts, OURS, category_temperatures=plan.category_temperatures, precision=precision
-                ),
-            ],
-            ignore_index=True,
-        )
-        table = accepted_lengths(at_calibrated_temperature(scores, calibration))
+        options = {"precision": precision}
+        parts = [
+            score_proposals(start, texts, START, calibration, proposals=("greedy_branch",), **options),
+            score_proposals(
+                ours, texts, OURS, calibration, category_temperatures=plan.category_temperatures, **options
+            ),
+        ]
+        table = accepted_lengths(pd.concat(parts, ignore_index=True))
         self.accepted = table
         if variant.K > 1:
             self.health = {
