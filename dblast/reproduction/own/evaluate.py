@@ -25,6 +25,7 @@ from dblast.reproduction.own.evaluation import (
 )
 from dblast.reproduction.own.pairs import open_pair
 from dblast.reproduction.own.plots import evaluation_figure
+from dblast.reproduction.own.requirements import check_memory
 from dblast.reproduction.plans import DataConfig, DrafterConfig, Plan
 from dblast.reproduction.profiles import SMOLLM2
 from dblast.reproduction.prompts import own
