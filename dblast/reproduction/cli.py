@@ -259,18 +259,22 @@ def generate(
         float | None, typer.Option(help="Z_T; 0 takes the likeliest category (default: calibrated, else 1).")
     ] = None,
     mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "greedy_branch",
+    nodes: Annotated[int, typer.Option(help="Size of the draft tree of --mode tree.")] = 28,
+    draft_temperature: Annotated[float, typer.Option(help="Of the drafter's tokens in --mode soft or independent.")] = 1.0,
+    draft_top_k: Annotated[int, typer.Option(help="The drafter's own top-k in these modes; 0 keeps all.")] = 0,
+    verification: Annotated[str, typer.Option(help="token or block.")] = "token",
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     seed: own_commands.Seed = 0,
     enable_thinking: own_commands.EnableThinking = None,
     chat_option: own_commands.ChatOption = None,
 ) -> None:
-    """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour."""
+    """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour, or by marks."""
     from dblast.reproduction.demo import check_request, check_sampling, decode_and_compare
     from dblast.reproduction.own.target import parse_chat_options
 
     # Before torch is imported, which the settings need.
     check_sampling(temperature, top_k, top_p)
-    check_numbers(seed=seed)
+    check_numbers(seed=seed, nodes=nodes)
     options = parse_chat_options(chat_option, enable_thinking)
     check_request(prompt, drafter, target, category_temperature=category_temperature, max_new_tokens=max_new_tokens)
 
@@ -287,6 +291,10 @@ def generate(
         max_new_tokens=max_new_tokens,
         seed=seed,
         chat_options=options,
+        nodes=nodes,
+        draft_temperature=draft_temperature,
+        draft_top_k=draft_top_k,
+        verification=verification,
     )
     typer.echo(view.text())
     typer.secho(f"{view.summary}, {timing}", fg=typer.colors.GREEN)

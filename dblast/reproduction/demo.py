@@ -153,6 +153,7 @@ def decode_and_compare(
     max_new_tokens: int,
     seed: int,
     chat_options: dict[str, Any] | None = None,
+    **drafting: Any,
 ) -> tuple[BlockView, str]:
     """Answer a prompt speculatively and time the same with plain decoding.
 
@@ -162,6 +163,7 @@ def decode_and_compare(
         settings: None decodes greedily.
         category_temperature: None takes the one calibrated at the nearest of the paper's settings.
         chat_options: put over those that the drafter remembers.
+        drafting: ``nodes``, ``draft_temperature``, ``draft_top_k`` and ``verification`` of :func:`dblast.generate`.
 
     Returns:
         The view and a sentence with both speeds, tokens per second after a short warm-up.
@@ -205,6 +207,7 @@ def decode_and_compare(
             do_sample=settings is not None,
             mode=mode,
             category_temperature=category_temperature,
+            **drafting,
             generator=torch.Generator(device=device).manual_seed(seed),
         )
 
