@@ -81,8 +81,8 @@ def make_tables(name: str, output: Path, parallel: bool) -> None:
 class Run:
     """One profile in a child process group of its own, on a given cache."""
 
-    def __init__(self, profile: str, cache: Path, output: Path, parallel: bool = False):
-        self.output, self.log = output, output.with_name(output.name + ".log")
+    def __init__(self, profile: str, cache: Path, output: Path, parallel: bool = False, log: Path | None = None):
+        self.output, self.log = output, log or output.with_name(output.name + ".log")
         output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "tests.interrupt", "child", "--profile", profile, "--output", str(output)]
         environment = os.environ | {"DBLAST_CACHE": str(cache), "PYTHONPATH": str(ROOT), "DBLAST_PROGRESS": os.devnull}
@@ -242,11 +242,16 @@ def storage(profile: str, folder: Path) -> None:
     refused(Run(profile, folder / "file" / "below", output), "file", "DBLAST_CACHE")
     Run(profile, folder / "does" / "not" / "exist" / "yet", output).finish()
     print(f"missing folder: {compare(whole, output)} tables are equal", flush=True)
-    place = folder / "results full"
+    results_full(profile, folder, whole, folder / "whole cache", size)
+
+
+def results_full(profile: str, folder: Path, whole: Path, cache: Path, size: int) -> None:
+    """Room for everything but the tables."""
+    place, log = folder / "results full", folder / "results.log"
     with mounted(place, "-t", "tmpfs", "-o", "size=16384", "tmpfs"):
-        refused(Run(profile, folder / "whole cache", place / "output"), "the disk is full", "same command again")
+        refused(Run(profile, cache, place / "output", log=log), "the disk is full", "same command again")
         subprocess.run(["mount", "-o", f"remount,size={4 * size}", str(place)], check=True)
-        Run(profile, folder / "whole cache", place / "output").finish()
+        Run(profile, cache, place / "output", log=log).finish()
         print(f"no room for results: {compare(whole, place / 'output')} tables are equal afterwards", flush=True)
 
 
