@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -104,6 +105,7 @@ def execute(path: Path, copy: Path, values: dict, folder: Path = NOTEBOOKS) -> N
     Raises:
         DBlastError: a cell that raised, a kernel that died or did not start, or a copy that cannot be written.
     """
+    logging.getLogger("papermill").setLevel(logging.CRITICAL)
     shown = copy.relative_to(OUTPUT) if copy.is_relative_to(OUTPUT) else copy
     try:
         papermill.execute_notebook(
@@ -115,7 +117,8 @@ def execute(path: Path, copy: Path, values: dict, folder: Path = NOTEBOOKS) -> N
             progress_bar=False,
             # A loaded machine takes its time.
             start_timeout=300,
-            extra_arguments=["--log-level=ERROR"],
+            # What goes wrong is said below; an interrupted kernel would add how its sockets were closed.
+            extra_arguments=["--log-level=CRITICAL"],
         )
     except PapermillExecutionError as error:
         reason = " ".join(f"{error.ename}: {error.evalue}".split())
