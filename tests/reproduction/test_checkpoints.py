@@ -158,7 +158,8 @@ def test_a_folder_called_shipped_is_not_what_is_shipped(llama, written, tmp_path
     taps = list(drafter.config.target_layer_ids)
     shape = DrafterConfig(layers=2, block_length=drafter.config.block_length, draft_vocabulary=12, start="shipped")
     monkeypatch.setattr("dblast.reproduction.experiments.open_target", lambda plan: llama)
-    check_target(replace(SMOLLM2, drafter=replace(shape, taps=tuple(taps))))
+    short = replace(SMOLLM2.data, evaluation_tokens=8, evaluation_per_task=1)
+    check_target(replace(SMOLLM2, data=short, drafter=replace(shape, taps=tuple(taps))))
 
 
 def test_the_tiny_target_is_no_folder(tmp_path, monkeypatch):
@@ -233,8 +234,9 @@ def test_a_model_of_ones_own_is_pretrained_and_fine_tuned_from_the_command_line(
         finetune=replace(SMOLLM2.finetune, sequences=2, anchors=4, precision="float32", evaluate_every=2),
         precision="float32",
     )
-    monkeypatch.setitem(PROFILES, "small", Profile("small", (small,)))
-    common = ["--profile", "small", "--target", "smollm2", "--model", str(tmp_path / "target")]
+    # Under a name that there is: others are refused before anything is looked up.
+    monkeypatch.setitem(PROFILES, "losses", Profile("losses", (small,)))
+    common = ["--profile", "losses", "--target", "smollm2", "--model", str(tmp_path / "target")]
     common += ["--mask-token-id", str(MASK_TOKEN_ID), "--prompts", str(prompts), "--tasks", "chat,code"]
     made, tuned = tmp_path / "my-dflash", tmp_path / "my-drafter"
 

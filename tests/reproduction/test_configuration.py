@@ -40,6 +40,7 @@ OTHER = {
     "data.tasks": ("chat",), "pretrain_data.tasks": ("chat",), "diagnosis.training_tasks": ("chat",), "diagnosis.task": "code",
     "variants": (Variant(4, "AL"), Variant(1, "NLL")), "seeds": (0, 7), "category_temperatures": (0.0, 0.5),
     "data.settings": ("high",), "data.prompts": "mine.jsonl", "pretrain_data.prompts": "mine.jsonl",
+    "pretrain.warmup_ratio": 0.5, "finetune.warmup_ratio": 0.5,
     "data.training_setting": "low", "pretrain_data.training_setting": "low", "diagnosis.setting": "low",
 }  # fmt: skip
 
