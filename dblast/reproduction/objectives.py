@@ -318,7 +318,7 @@ def distribution_loss(
     """
     if distance not in DISTANCES:
         raise DBlastError(f"unknown distance {distance!r}; known: {', '.join(DISTANCES)}")
-    if eta < 0:
+    if not eta >= 0:
         raise DBlastError(f"eta must not be negative, got {eta}")
     log_alpha, divergence = _acceptance(log_q, log_prior, log_p, valid, log_q_candidates, log_p_candidates)
     if distance == "TV":
