@@ -69,6 +69,10 @@ def check_request(
         check_model_name(str(drafter_folder), _DRAFTER_ADVICE, prefix=f"{drafter_folder} holds no drafter: ")
     elif target_name not in (None, "smollm2"):
         raise DBlastError(f"give --drafter FOLDER, a drafter trained for {target_name}")
+    else:
+        from dblast.reproduction.paths import check_data
+
+        check_data("the drafter that is used without --drafter is", "give --drafter FOLDER, made with `python -m dblast drafter`")
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -85,10 +89,6 @@ def default_drafter() -> Path:
     """A drafter for SmolLM2: the cpu profile's with K = 4 and the AL loss (seed 0) if it has been trained, else the
     shipped DFlash drafter, which has no category heads.
     """
-    from dblast.reproduction.paths import check_data
-
-    check_data("the drafter that is used without --drafter is", "give --drafter FOLDER, made with `python -m dblast drafter`")
-
     from dblast.reproduction.checkpoints import shipped_drafter
     from dblast.reproduction.experiments import variant_stage
     from dblast.reproduction.profiles import Variant, get_profile
