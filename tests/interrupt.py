@@ -1,10 +1,12 @@
 """Runs that are killed, run side by side, or find no room: each must end with the tables of an undisturbed one.
+Runs with one and with two threads must lead to the same conclusions.
 
 Optional, not part of ``make test``; run from the repository's root, for instance
 
     python -m tests.interrupt kills --kills 30 --seed 0
     python -m tests.interrupt pairs
     python -m tests.interrupt storage        (as root on Linux: it mounts small file systems)
+    python -m tests.interrupt threads
 
 ``--profile small`` (the default) is a plan of a minute, defined here; any profile of the project works. All tables but
 the timings are made, by the same functions that the notebooks call.
@@ -43,10 +45,17 @@ def small_profile(name: str, parallel: bool):
         TINY,
         tiny=TinyTargetConfig(steps=10, batch_size=8),
         data=replace(
-            TINY.data, training_prompts=64, training_tokens=32, evaluation_per_task=4, evaluation_tokens=24, batch_size=16
+            TINY.data,
+            training_prompts=64,
+            training_tokens=32,
+            evaluation_per_task=4,
+            evaluation_tokens=24,
+            batch_size=16,
         ),
         pretrain=replace(TINY.pretrain, steps=12, evaluate_every=6, checkpoint_every=2, sequences=4),
-        finetune=replace(TINY.finetune, steps=8 if name == "small" else 6, evaluate_every=4, checkpoint_every=2, sequences=4),
+        finetune=replace(
+            TINY.finetune, steps=8 if name == "small" else 6, evaluate_every=4, checkpoint_every=2, sequences=4
+        ),
         variants=MAIN,
         seeds=(0,),
         category_temperatures=(0.0, 1.0),
@@ -81,15 +90,23 @@ def make_tables(name: str, output: Path, parallel: bool) -> None:
 class Run:
     """One profile in a child process group of its own, on a given cache."""
 
-    def __init__(self, profile: str, cache: Path, output: Path, parallel: bool = False, log: Path | None = None):
+    def __init__(
+        self, profile: str, cache: Path, output: Path, parallel: bool = False, log: Path | None = None, threads: int = 1
+    ):
         self.output, self.log = output, log or output.with_name(output.name + ".log")
         output.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "tests.interrupt", "child", "--profile", profile, "--output", str(output)]
         environment = os.environ | {"DBLAST_CACHE": str(cache), "PYTHONPATH": str(ROOT), "DBLAST_PROGRESS": os.devnull}
+        environment |= {"OMP_NUM_THREADS": str(threads)}
         self.began = time.monotonic()
-        with self.log.open("a") as log:
+        with self.log.open("a") as lines:
             self.process = subprocess.Popen(
-                command + ["--parallel"] * parallel, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
+                command + ["--parallel"] * parallel,
+                cwd=ROOT,
+                env=environment,
+                stdout=lines,
+                stderr=lines,
+                start_new_session=True,
             )
 
     def kill(self, group: bool) -> None:
@@ -183,7 +200,10 @@ def pairs(profile: str, folder: Path) -> None:
     for second in (profile, "other"):
         cache = folder / f"both {profile} {second}"
         # Beside each other in one folder of results, as two batch runs of one checkout are.
-        runs = [Run(profile, cache, folder / f"both-{second}" / "a"), Run(second, cache, folder / f"both-{second}" / "b")]
+        runs = [
+            Run(profile, cache, folder / f"both-{second}" / "a"),
+            Run(second, cache, folder / f"both-{second}" / "b"),
+        ]
         for run in runs:
             run.finish()
         equal = compare(folder / "alone" / profile, runs[0].output), compare(folder / "alone" / second, runs[1].output)
@@ -192,7 +212,9 @@ def pairs(profile: str, folder: Path) -> None:
     runs = [Run(profile, cache, output), Run(profile, cache, output)]
     for run in runs:
         run.finish()
-    print(f"{profile} twice into one folder: {compare(folder / 'alone' / profile, output)} tables are equal", flush=True)
+    print(
+        f"{profile} twice into one folder: {compare(folder / 'alone' / profile, output)} tables are equal", flush=True
+    )
 
 
 @contextmanager
@@ -255,6 +277,28 @@ def results_full(profile: str, folder: Path, whole: Path, cache: Path, size: int
         print(f"no room for results: {compare(whole, place / 'output')} tables are equal afterwards", flush=True)
 
 
+def threads(profile: str, folder: Path) -> None:
+    """One thread and two: differences of every variant's accepted length within 4.5 paired errors of its prompts."""
+    from dblast.reproduction.estimates import VARIANT_COLUMNS, difference
+
+    for count in (1, 2):
+        seconds = Run(profile, folder / f"cache {count}", folder / str(count), threads=count).finish()
+        print(f"{count} threads: {seconds:.0f} s", flush=True)
+    for path in sorted((folder / "1").rglob("*-scores.parquet")):
+        one, two = (pd.read_parquet(folder / count / path.relative_to(folder / "1")) for count in "12")
+        for name, rows in one.groupby(VARIANT_COLUMNS):
+            moved = difference(two[(two[VARIANT_COLUMNS] == list(name)).all(axis=1)], rows)
+            print(
+                f"  {', '.join(map(str, name))}: moved by {moved.value:.1e} +- {moved.standard_error:.1e}", flush=True
+            )
+            # Equal bits have no error; NaN fails.
+            assert moved.value == 0 or abs(moved.value) < 4.5 * moved.standard_error
+        numbers = one.select_dtypes("number").columns
+        print(
+            f"{path.stem}: {int((one[numbers] != two[numbers]).to_numpy().sum())} of {one[numbers].size} numbers differ"
+        )
+
+
 def child(arguments: argparse.Namespace) -> None:
     """Errors become one line, as the command line makes them."""
     from dblast.errors import DBlastError
@@ -268,7 +312,7 @@ def child(arguments: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("kills", "pairs", "storage", "child"))
+    parser.add_argument("what", choices=("kills", "pairs", "storage", "threads", "child"))
     parser.add_argument("--profile", default="small", help="small, other or a profile of the project")
     parser.add_argument("--kills", type=int, default=30)
     parser.add_argument("--seed", type=int, default=0)
@@ -282,6 +326,7 @@ def main() -> None:
         "kills": lambda folder: kills(arguments.profile, arguments.kills, arguments.seed, folder),
         "pairs": lambda folder: pairs(arguments.profile, folder),
         "storage": lambda folder: storage(arguments.profile, folder),
+        "threads": lambda folder: threads(arguments.profile, folder),
     }
     with tempfile.TemporaryDirectory(prefix="dblast-") as folder:
         work[arguments.what](Path(folder))
