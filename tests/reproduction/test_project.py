@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 
@@ -65,6 +66,21 @@ def test_a_tour_and_numbered_notebooks_each_in_its_profile():
     assert notebook_paths(get_profile("cpu")) == notebook_paths(get_profile("smoke")) == NOTEBOOK_FILES[1:6]
     assert notebook_paths(get_profile("losses")) == NOTEBOOK_FILES[6:7]
     assert notebook_paths(get_profile("sweeps")) == NOTEBOOK_FILES[7:]
+
+
+def test_every_committed_json_is_json():
+    """Python's own reader takes NaN and Infinity, which JSON does not have; other readers refuse the file."""
+
+    def refuse(word):
+        raise ValueError(f"{word} is not JSON")
+
+    listed = subprocess.run(["git", "ls-files", "*.json", "*.jsonl", "*.ipynb"], cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.split()
+    assert len(names) > 10
+    for name in names:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for part in text.splitlines() if name.endswith("l") else [text]:
+            json.loads(part, parse_constant=refuse)
 
 
 @pytest.mark.parametrize("path", NOTEBOOK_FILES, ids=lambda path: path.stem)
