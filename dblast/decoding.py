@@ -165,7 +165,7 @@ def generate(
     if limit and longest + max_new_tokens > limit:
         raise DBlastError(
             f"prompt of {longest} tokens plus {max_new_tokens} new ones passes the target's context limit "
-            f"of {limit}; shorten the prompt or the budget"
+            f"of {limit}; shorten the prompt or lower max_new_tokens"
         )
     if streamer is not None and len(prompts) > 1:
         raise DBlastError(f"a streamer takes one prompt, got {len(prompts)}; call generate once per prompt")

@@ -188,7 +188,7 @@ def load_target(
         if isinstance(error, DBlastError):
             raise DBlastError(f"target {name!r}: {reason}") from None
         raise DBlastError(
-            f"could not load target {name!r}: {reason} "
+            f"could not load target {name!r}: {' '.join(str(error).split())[:200] or reason} "
             "(give 'smollm2', a folder with a saved model, or a reachable Hugging Face id)"
         ) from error
     return wrap_target(name, model.to(device), tokenizer, mask_token_id, chat_options)

@@ -130,7 +130,7 @@ def sample_batch(
     if total > model.config.max_position_embeddings:
         raise DBlastError(
             f"prompt of {width} tokens plus {max_new_tokens} new ones passes the target's context limit "
-            f"of {model.config.max_position_embeddings}; shorten the prompt or the budget"
+            f"of {model.config.max_position_embeddings}; shorten the prompt or lower max_new_tokens"
         )
     # Ones beyond the written part are harmless: the causal mask hides the future.
     mask = (torch.arange(total, device=device) >= pad.unsqueeze(1)).long()

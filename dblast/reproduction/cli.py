@@ -6,6 +6,7 @@ Commands import what they need and check their input first: torch and transforme
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,6 +19,7 @@ from dblast.errors import DBlastError, storage_reason
 from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROFILES, PROMPT_SOURCES, STARTS
 from dblast.reproduction.own import commands as own_commands
 from dblast.reproduction.own.requirements import check_numbers, check_output, size
+from dblast.support.progress import INTERVAL
 
 if TYPE_CHECKING:
     from dblast.reproduction.plans import Plan
@@ -259,9 +261,11 @@ def generate(
         float | None, typer.Option(help="Z_T; 0 takes the likeliest category (default: calibrated, else 1).")
     ] = None,
     mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "greedy_branch",
-    nodes: Annotated[int, typer.Option(help="Size of the draft tree of --mode tree.")] = 28,
-    draft_temperature: Annotated[float, typer.Option(help="Of the drafter's tokens in --mode soft or independent.")] = 1.0,
-    draft_top_k: Annotated[int, typer.Option(help="The drafter's own top-k in these modes; 0 keeps all.")] = 0,
+    nodes: Annotated[int | None, typer.Option(help="Size of the draft tree of --mode tree (default: 28).")] = None,
+    draft_temperature: Annotated[
+        float | None, typer.Option(help="Of the drafter's tokens in --mode soft or independent (default: 1).")
+    ] = None,
+    draft_top_k: Annotated[int | None, typer.Option(help="The drafter's own top-k in these modes (default: all).")] = None,
     verification: Annotated[str, typer.Option(help="token or block.")] = "token",
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     seed: own_commands.Seed = 0,
@@ -275,6 +279,11 @@ def generate(
     # Before torch is imported, which the settings need.
     check_sampling(temperature, top_k, top_p)
     check_numbers(seed=seed, nodes=nodes)
+    given = {"--nodes": nodes, "--draft-temperature": draft_temperature, "--draft-top-k": draft_top_k}
+    for option, value in given.items():
+        modes = ("tree",) if option == "--nodes" else ("soft", "independent")
+        if value is not None and mode in MODES and mode not in modes:
+            raise DBlastError(f"{option} means nothing in --mode {mode}, only in {' or '.join(modes)}; leave it out")
     options = parse_chat_options(chat_option, enable_thinking)
     check_request(prompt, drafter, target, category_temperature=category_temperature, max_new_tokens=max_new_tokens)
 
@@ -291,9 +300,9 @@ def generate(
         max_new_tokens=max_new_tokens,
         seed=seed,
         chat_options=options,
-        nodes=nodes,
-        draft_temperature=draft_temperature,
-        draft_top_k=draft_top_k,
+        nodes=28 if nodes is None else nodes,
+        draft_temperature=1.0 if draft_temperature is None else draft_temperature,
+        draft_top_k=draft_top_k or 0,
         verification=verification,
     )
     typer.echo(view.text())
@@ -415,6 +424,9 @@ def _check_checkout(arguments: list[str]) -> None:
 
 def main() -> None:
     """Run the command line; bad input becomes one line on stderr and exit status 2."""
+    if not sys.stderr.isatty():
+        # Bars cannot be drawn over each other in a file.
+        os.environ.setdefault(INTERVAL, "30")
     try:
         _check_checkout(sys.argv[1:])
         # Without standalone mode the exit status comes back as a value, 130 after Ctrl-C.

@@ -8,6 +8,8 @@ LOSSES = ("NLL", "AL", "CE")
 OBJECTIVES = ("DPACE", "TRUNC", "FOCAL", "CHAIN", "L2R", "EAL", "TV1", "NLA1", "LK1", "TV", "NLA", "LK", "KD")
 #: What the AL loss sums over.
 AL_CONSTRUCTIONS = ("all_prefixes", "one_prefix", "whole_block")
+#: Of determinism, see :data:`dblast.sampling.SETTINGS`.
+SETTINGS = ("high", "medium", "low")
 #: How blocks are drafted, see :mod:`dblast.verifier`.
 MODES = ("greedy_branch", "soft", "independent", "tree")
 #: Prompts that are no file, see :func:`dblast.reproduction.prompts.sources.load_prompts`.

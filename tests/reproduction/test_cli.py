@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dblast.reproduction import names, profiles
 from dblast.reproduction import demo
-from dblast import losses
+from dblast import losses, sampling
 from dblast.reproduction import objectives
 from dblast.reproduction.cli import app
 from dblast.errors import ArtefactError, DBlastError
@@ -52,7 +52,11 @@ def run(modules, arguments):
         (["generate", "--prompt", "Hi", "--target", "."], "give --drafter FOLDER"),
         (["generate", "--prompt", "Hi", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
         (["generate", "--prompt", "Hi", "--category-temperature", "-1"], "--category-temperature must be a number and not be negative, got -1.0"),
+        (["generate", "--prompt", "Hi", "--nodes", "4"], "--nodes means nothing in --mode greedy_branch"),
+        (["generate", "--prompt", "Hi", "--mode", "tree", "--draft-top-k", "4"], "only in soft or independent"),
         (["train", "--target", "smollm2", "--model", "/missing/model"], "no such folder '/missing/model'"),
+        (["drafter", "--target", "smollm2", "--out", "x", "--loss", "nope"], "unknown --loss 'nope'; known: NLL, AL"),
+        (["drafter", "--target", "smollm2", "--out", "x", "--training-setting", "nope"], "known: high, medium, low"),
         (["train", "--output", "."], "exists already"),
         (["reproduce", "--profile", "nope"], "unknown profile 'nope'; known profiles: smoke, cpu"),
         (["train", "--loss", "nope"], "unknown loss 'nope'; known losses: NLL, AL"),
@@ -92,7 +96,7 @@ def test_a_plan_is_refused_before_the_stages_are_imported(arguments, words):
 def test_the_command_line_shows_every_name_that_is_known():
     assert names.PROFILES == tuple(profiles.PROFILES)
     assert (*names.LOSSES, *names.OBJECTIVES) == tuple(losses.LOSSES) and names.OBJECTIVES == tuple(objectives.OBJECTIVES)
-    assert names.AL_CONSTRUCTIONS == losses.AL_CONSTRUCTIONS
+    assert names.AL_CONSTRUCTIONS == losses.AL_CONSTRUCTIONS and names.SETTINGS == tuple(sampling.SETTINGS)
     wide = {"COLUMNS": "400", "NO_COLOR": "1"}
     train, generate = (CliRunner(env=wide).invoke(app, [command, "--help"]).stdout for command in ("train", "generate"))
     for known in (names.LOSSES, names.OBJECTIVES, names.AL_CONSTRUCTIONS, names.PROMPT_SOURCES, names.STARTS):

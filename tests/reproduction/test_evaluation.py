@@ -53,6 +53,15 @@ def scored(calibration, categories=4, **options):
     return score_proposals(drafter(categories), texts(), "mine", calibration, **options)
 
 
+def test_no_interval_of_a_length_reaches_below_zero():
+    few = pd.DataFrame({"prompt_id": ["a", "b", "c"], "task": "chat", "emitted": [10, 10, 12], "passes": [10.0] * 3,
+                        "anchor_accepted": [0.0, 0.0, 2.0], "anchors": 9, "category_temperature": 1.0, "drafter": "d",
+                        "K": 4, "proposal": "soft", "setting": "high"})  # fmt: skip
+    (row,) = accepted_lengths(few).to_dict("records")
+    assert row["in_loop_low"] == row["per_anchor_low"] == 0.0 < row["in_loop"] < row["in_loop_high"]
+    assert "[0.00, " in readable(accepted_lengths(few)).iloc[0]["in the loop"]
+
+
 def test_the_temperature_is_chosen_on_other_prompts_than_those_that_count(replay):
     rows = scored({"p0"})
     assert set(rows.category_temperature) == {0.0} and "p0" not in set(rows.prompt_id)

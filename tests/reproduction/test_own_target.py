@@ -2,9 +2,11 @@
 
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -14,6 +16,7 @@ from dblast.errors import DBlastError
 from dblast.reproduction import profiles
 from dblast.reproduction.own import run as own_run
 from dblast.reproduction.own.budget import Speeds, choose_sizes, with_sizes
+from dblast.reproduction.own.costs import with_total
 from dblast.reproduction.own.evaluate import evaluate_drafter
 from dblast.reproduction.language.small import make_small_target, small_prompts
 from dblast.reproduction.own.run import make_drafter
@@ -66,6 +69,14 @@ def test_what_needs_no_model_is_refused_first(request_, tmp_path, changes, words
     with pytest.raises(DBlastError) as error:
         check_request(replace(request_, **changes), tmp_path / "out")
     one_line(error, words)
+
+
+def test_a_line_that_is_no_prompt_is_refused_before_the_target_is_loaded(request_, tmp_path):
+    (tmp_path / "my.jsonl").write_text('{"prompt": "a"}\n{"question": "b"}\n')
+    for option in ("prompts", "train_prompts"):
+        with pytest.raises(DBlastError) as error:
+            check_request(replace(request_, **{option: str(tmp_path / "my.jsonl")}), tmp_path / "out")
+        one_line(error, "my.jsonl:2: give either 'turns'")
 
 
 def test_an_output_that_exists_or_cannot_be_made_is_refused(request_, tmp_path):
@@ -162,6 +173,29 @@ def test_sizes_fill_the_time_and_too_little_time_is_refused(request_):
         choose_sizes(prepared.plan, prepared.target, speeds, 3600, 1e5, 500)
 
 
+def test_a_short_time_pays_for_the_least_evaluation_with_at_most_half_of_its_training(request_):
+    prepared = prepare(request_)
+    speeds = Speeds(token=1e-3, pretraining=0.5, finetuning=0.4, scoring=1e-4, start=10.0)
+
+    def steps(**changes):
+        sizes = choose_sizes(prepared.plan, prepared.target, replace(speeds, **changes), 600, 1e12, 500)
+        assert sizes.evaluation_per_task >= 4
+        return sizes.pretraining_steps, sizes.timed_tokens
+
+    free, tokens = steps()
+    assert tokens == prepared.plan.data.evaluation_tokens
+    paid, tokens = steps(timing=10.0)
+    # A twentieth of the time, but no answer below eight tokens.
+    assert tokens == 8 and paid == pytest.approx(free * 510 / 590, rel=0.03)
+    assert steps(scoring=0.5)[0] == pytest.approx(free * 300 / 590, rel=0.03)
+
+
+def test_costs_add_up_with_what_is_not_of_a_stage():
+    stages = pd.DataFrame([{"what": "pre-training", "tokens": 0, "anchors": 5, "disk": 7, "minutes": 2.0}])
+    rest, total = with_total(stages, 300.0).iloc[1:].to_dict("records")
+    assert rest["minutes"] == 3.0 and (total["minutes"], total["anchors"], total["disk"]) == (5.0, 5, 7)
+
+
 def test_memory_grows_with_categories_and_blocks(request_, monkeypatch):
     prepared = prepare(request_)
     plan, config = prepared.plan, prepared.target.model.config
@@ -200,6 +234,7 @@ def test_a_killed_run_goes_on_and_what_comes_out_is_whole(own, request_, slow, t
         make_drafter(request_, out, said.append)
     assert list(tmp_path.iterdir()) == []
     assert any(line.startswith("measuring") for line in said) and "pre-training ..." in said
+    assert not any("more than" in line for line in said)
 
     monkeypatch.setattr(own_run, "prepare_variant", real)
     monkeypatch.setattr(own_run, "measure", None)
@@ -219,6 +254,7 @@ def test_a_killed_run_goes_on_and_what_comes_out_is_whole(own, request_, slow, t
     for text in (html, markdown):
         for words in ("in the loop", "per anchor", "start drafter", "soft", "started 2 times", "different blocks"):
             assert words in text
+    assert "of these prompts, which do not count" in markdown
     assert html.count("data:image/png;base64,") == 2 and "http" not in html.replace("http-equiv", "")
     assert "![Training](training.png)" in markdown and (out / "training.png").exists()
     with pytest.raises(DBlastError, match="exists already"):
@@ -232,20 +268,36 @@ def test_a_killed_run_goes_on_and_what_comes_out_is_whole(own, request_, slow, t
     greedy = table[(table.proposal == "greedy_branch") & (table.task == "all")].set_index("setting")
     assert dict(greedy.category_temperature) == drafter.config.category_temperatures
 
+    # Its target is a folder, which may lie elsewhere today.
+    config = json.loads((out / "config.json").read_text())
+    moved = tmp_path / "moved"
+    shutil.copytree(out, moved)
+    (moved / "manifest.json").unlink()
+    (moved / "config.json").write_text(json.dumps(config).replace(request_.target, "gone elsewhere"))
+    with pytest.raises(DBlastError, match="remembers its target as 'gone elsewhere', which is not here; give --target"):
+        evaluate_drafter(str(moved), request_.prompts)
+
     # It belongs to this target alone.
     make_small_target(tmp_path / "other", vocabulary=330, steps=1, hidden=32, layers=3, batch=4)
     with pytest.raises(DBlastError, match="vocabulary 320, this target has 330"):
         evaluate_drafter(str(out), request_.prompts, str(tmp_path / "other"))
 
 
-def test_a_run_from_a_given_drafter_only_fine_tunes(own, request_, slow, tmp_path, make_drafter_folder):
+def test_a_run_from_a_given_drafter_only_fine_tunes(own, request_, slow, tmp_path, make_drafter_folder, monkeypatch):
+    monkeypatch.setattr(own_run, "measure", lambda plan, target: replace(SLOW, timing=60.0))
     start = make_drafter_folder(request_.target)
     said = []
     request = replace(request_, start=str(start), categories=1, loss="NLL", block_length=None, hours=0.12)
     out = make_drafter(request, tmp_path / "out", said.append)
     assert not any(line.startswith("pre-training") for line in said)
+    # Eight tokens to time it are as long as what was asked for.
+    assert any("more than the 7.2 minutes of --hours" in line and "4 prompts of every task" in line for line in said)
     assert DBlastDrafter.load(out).config.num_categories == 1
-    assert "different blocks" not in (out / "report.md").read_text()
+    report = (out / "report.md").read_text()
+    assert "different blocks" not in report
+    # How the given drafter was trained is not known, and this plan's pre-training is not how.
+    assert "none in this run: it starts from" in report and "pre-training responses" not in report
+    assert "pretraining" not in DBlastDrafter.load(out).config.recipe
     table = evaluate_drafter(str(start), request_.prompts, response_tokens=12, per_task=4, say=said.append)
     assert set(table.K) == {0} and table.category_temperature.isna().all()
     with pytest.raises(DBlastError, match="has --block-length 2, not 3"):

@@ -13,9 +13,11 @@ from dblast.replay import score
 from dblast.reproduction.experiments import taps as tapped_layers
 from dblast.reproduction.initialise import start_drafter
 from dblast.reproduction.own.evaluation import DEFAULT_PROPOSALS
+from dblast.reproduction.own.speed import TIMED_PROMPTS, TIMED_TOKENS, decoding_speed
 from dblast.reproduction.plans import Plan
+from dblast.reproduction.prompts.own import FEWEST
 from dblast.reproduction.prompts.plan import evaluation_prompts, training_prompt_ids
-from dblast.sampling import get_setting
+from dblast.sampling import SETTINGS, get_setting
 from dblast.targets import Target
 from dblast.training import Trainer, TrainingConfig
 from dblast.trajectories import sample_batch, shard_generator
@@ -23,6 +25,8 @@ from dblast.trajectories import sample_batch, shard_generator
 #: Shares of the time: evaluation (sampling and scoring), pre-training and its text, fine-tuning and its text.
 #: What is left over is for loading, checkpoints and the report.
 EVALUATION, PRETRAINING, FINETUNING = 0.15, 0.60, 0.17
+#: Share of the time to time decoding, and the fewest tokens of an answer that tell something.
+TIMING, FEWEST_TIMED = 0.05, 8
 #: Anchors trained on for every sampled token: as many as made the drafters of this repository.
 PRETRAINING_ANCHORS, FINETUNING_ANCHORS = 1.75, 1.0
 #: A budget is refused below this many steps of either training and answers to train on.
@@ -43,7 +47,8 @@ class Speeds:
         token: per token of an answer's budget, many answers at a time.
         pretraining, finetuning: per optimiser step.
         scoring: per token replayed, all proposals at one category temperature.
-        start: once, for loading and for these measurements.
+        start: once, for these measurements.
+        timing: per token of the answers that are decoded to time it, with the drafters and without, all of them.
     """
 
     token: float
@@ -51,6 +56,7 @@ class Speeds:
     finetuning: float
     scoring: float
     start: float
+    timing: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,7 @@ class Sizes:
     evaluation_per_task: int
     pretraining_checkpoint: int
     finetuning_checkpoint: int
+    timed_tokens: int = TIMED_TOKENS
 
 
 def _timed_steps(drafter: DBlastDrafter, rows: list, config: TrainingConfig, steps: int = 2) -> float:
@@ -107,7 +114,10 @@ def measure(plan: Plan, target: Target, tokens: int = 32) -> Speeds:
     for proposal in DEFAULT_PROPOSALS:
         score(ours, some, proposal=proposal, precision=precision)
     scoring = (time.perf_counter() - start) / sum(len(row.response_ids) for row in some)
-    return Speeds(token, pretraining, finetuning, scoring, time.perf_counter() - begin)
+    timed = decoding_speed(target, ours, [list(prompts[0].ids)], {}, min(tokens, 8), names=("medium",)).iloc[0]
+    # The start drafter and ours.
+    timing = 2 * len(SETTINGS) * TIMED_PROMPTS * (1 / timed.drafted + 1 / timed.plain)
+    return Speeds(token, pretraining, finetuning, scoring, time.perf_counter() - begin, timing)
 
 
 def _training(
@@ -122,18 +132,28 @@ def _training(
 def choose_sizes(plan: Plan, target: Target, speeds: Speeds, seconds: float, disk: float, token_bytes: int) -> Sizes:
     """Sizes that fill ``seconds``.
 
+    A short time is exceeded, rather than more than half of it kept from training: :data:`FEWEST` prompts of every
+    task are evaluated, and some decoded to time it, whatever the time.
+
     Args:
         disk: bytes that the trajectories may take.
 
     Raises:
         DBlastError: the time or the disk is too short for anything worth having.
     """
-    data, left = plan.data, seconds - speeds.start
-    prompt = max(
-        1, sum(len(p.ids) for p in evaluation_prompts(plan, target)) // max(1, len(evaluation_prompts(plan, target)))
-    )
+    data, prompts = plan.data, evaluation_prompts(plan, target)
+    prompt = max(1, sum(len(p.ids) for p in prompts) // max(1, len(prompts)))
     answer_bytes = token_bytes * (data.training_tokens + prompt)
     most = min(MOST_ANSWERS, int(DISK_SHARE * disk / answer_bytes))
+    tasks = len({p.task for p in prompts})
+    # Sampled once for every setting; scored at one category temperature, a tenth at all of them, the start drafter too.
+    per_prompt = len(data.settings) * data.evaluation_tokens * (speeds.token + 3 * speeds.scoring)
+    fewest = FEWEST * tasks * per_prompt
+    timed = int(
+        min(max(TIMING * seconds / max(speeds.timing, 1e-9), FEWEST_TIMED), TIMED_TOKENS, data.evaluation_tokens)
+    )
+    fixed = speeds.start + timed * speeds.timing + max(0.0, fewest - EVALUATION * seconds)
+    left = max(seconds - fixed, seconds / 2)
     begin = PRETRAINING if plan.drafter.pretrained_here else 0.0
     shares = PRETRAINING + FINETUNING - begin
     answers, steps = (0, 0)
@@ -150,17 +170,15 @@ def choose_sizes(plan: Plan, target: Target, speeds: Speeds, seconds: float, dis
         FINETUNING_ANCHORS,
         max(1, most // 4),
     )
-    tasks = len({p.task for p in evaluation_prompts(plan, target)})
-    # Sampled once for every setting; scored at one category temperature, a tenth at all of them, the start drafter too.
-    per_prompt = len(data.settings) * data.evaluation_tokens * (speeds.token + 3 * speeds.scoring)
-    per_task = max(4, int(EVALUATION * left / per_prompt / tasks))
+    per_task = max(FEWEST, int(EVALUATION * left / per_prompt / tasks))
     if min(fine_steps, steps if begin else FEWEST_STEPS) < FEWEST_STEPS or fine_answers < FEWEST_ANSWERS:
         if fine_answers >= max(1, most // 4) or (begin and answers >= most):
             raise DBlastError(
                 f"the cache has room for {most} answers only; free some disk, or set DBLAST_CACHE to a larger one"
             )
-        need = speeds.start + left * FEWEST_STEPS / max(1, min(fine_steps, steps if begin else fine_steps))
-        need = max(need, speeds.start + left * FEWEST_ANSWERS / max(1, fine_answers))
+        factor = FEWEST_STEPS / max(1, min(fine_steps, steps if begin else fine_steps))
+        need = left * max(factor, FEWEST_ANSWERS / max(1, fine_answers))
+        need = min(2 * need, need + speeds.start + timed * speeds.timing + fewest)
         raise DBlastError(
             f"{seconds / 3600:g} hours are too short on this machine for {FEWEST_STEPS} steps and {FEWEST_ANSWERS} "
             f"answers to train on; give at least --hours {max(1.2 * need, 60) / 3600:.2g}"
@@ -171,6 +189,7 @@ def choose_sizes(plan: Plan, target: Target, speeds: Speeds, seconds: float, dis
         finetuning_answers=fine_answers,
         finetuning_steps=fine_steps,
         evaluation_per_task=min(per_task, 10_000),
+        timed_tokens=timed,
         pretraining_checkpoint=max(1, round(CHECKPOINT_SECONDS / max(speeds.pretraining, 1e-6))) if begin else 1,
         finetuning_checkpoint=max(1, round(CHECKPOINT_SECONDS / max(speeds.finetuning, 1e-6))),
     )

@@ -53,8 +53,8 @@ def _mean_length(prompts: list) -> float:
     return sum(len(prompt.ids) for prompt in prompts) / max(1, len(prompts))
 
 
-def forecast(plan: Plan, target: Target, speeds: Speeds) -> pd.DataFrame:
-    """What every stage will take: tokens at most, anchors, disk, memory and time."""
+def forecast(plan: Plan, target: Target, speeds: Speeds, timed_tokens: int) -> tuple[pd.DataFrame, float]:
+    """What every stage will take: tokens at most, anchors, disk, memory and time; and the minutes of all."""
     config = target.model.config
     memory = check_memory(plan, config, plan.data.training_tokens)
     sampling, training = memory.target + memory.sampling, memory.target + memory.drafter + memory.training
@@ -73,11 +73,25 @@ def forecast(plan: Plan, target: Target, speeds: Speeds) -> pd.DataFrame:
     scored = sum(row["tokens"] for row in samples if row["split"] != "training")
     line = {"stage": "evaluation", "tokens": "", "anchors": "", "disk": "", "memory": size(training)}
     rows.append(line | {"minutes": 3 * scored * speeds.scoring / 60})
-    total = {"stage": f"all ({size(free_memory())} of memory free)", "tokens": "", "anchors": "", "memory": ""}
-    total |= {"disk": size(sum(row["bytes"] for row in samples)), "minutes": sum(row["minutes"] for row in rows)}
+    empty = {"tokens": "", "anchors": "", "disk": "", "memory": ""}
+    for name, seconds in (("timing", timed_tokens * speeds.timing), ("measuring", speeds.start)):
+        rows.append({"stage": name} | empty | {"minutes": seconds / 60})
+    minutes = sum(row["minutes"] for row in rows)
+    total = {"stage": f"all ({size(free_memory())} of memory free)"} | empty
+    total |= {"disk": size(sum(row["bytes"] for row in samples)), "minutes": minutes}
     table = pd.DataFrame([*rows, total])
     table["minutes"] = table.minutes.map("{:.1f}".format)
-    return table
+    return table, minutes
+
+
+def with_total(table: pd.DataFrame, seconds: float) -> pd.DataFrame:
+    """Costs of stages with what all starts took beside them, and the sum."""
+    minutes = max(0.0, seconds / 60 - table.minutes.sum())
+    rest = {"what": "loading, measuring, evaluation, timing", "tokens": 0, "anchors": 0, "disk": 0, "minutes": minutes}
+    sums = {"what": "all", "minutes": seconds / 60} | {
+        name: table[name].sum() for name in ("tokens", "anchors", "disk")
+    }
+    return pd.concat([table, pd.DataFrame([rest, sums])], ignore_index=True)
 
 
 def stage_cost(what: str, stage: Stage, tokens: int = 0, anchors: int = 0) -> dict:

@@ -111,6 +111,12 @@ def _ratio(rows: pd.DataFrame, top: str, bottom: str) -> Estimate:
     return Estimate(value, standard_error(influence), len(sums), freedom=len(sums) - 1)
 
 
+def _columns(estimate: Estimate, name: str) -> dict[str, float]:
+    # An interval from few prompts reaches below zero; no length does.
+    columns = estimate.columns(name)
+    return columns | {f"{name}_low": float(np.maximum(columns[f"{name}_low"], 0.0))}
+
+
 def accepted_lengths(rows: pd.DataFrame) -> pd.DataFrame:
     """The table: one row per drafter, proposal, setting and task, and :data:`ALL` tasks together.
 
@@ -131,8 +137,8 @@ def accepted_lengths(rows: pd.DataFrame) -> pd.DataFrame:
             table.append(
                 head
                 | {"category_temperature": part.category_temperature.iloc[0], "n": loop.n}
-                | loop.columns("in_loop")
-                | anchor.columns("per_anchor")
+                | _columns(loop, "in_loop")
+                | _columns(anchor, "per_anchor")
             )
     return pd.DataFrame(table)
 

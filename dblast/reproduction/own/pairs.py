@@ -89,10 +89,18 @@ def open_pair(
 
     check_model_name(name, "give --drafter a folder or a Hugging Face id", prefix="--drafter: ")
     config = read_drafter_config(name)
-    target_name = target_name or config.target_name
-    if target_name is None:
+    if target_name is None and config.target_name is None:
         raise DBlastError(f"{name} does not remember its target; give --target")
-    check_target_name(target_name)
+    try:
+        check_target_name(target_name or config.target_name)
+    except DBlastError:
+        if target_name is not None:
+            raise
+        # A folder is remembered as it was named, from where it was named.
+        raise DBlastError(
+            f"{name} remembers its target as {config.target_name!r}, which is not here; give --target"
+        ) from None
+    target_name = target_name or config.target_name
     check_fits(config, read_target_config(target_name), name)
     target = load_target(
         target_name,

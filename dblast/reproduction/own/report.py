@@ -12,6 +12,8 @@ from dblast.reproduction.configuration import configuration_rows
 from dblast.reproduction.own.evaluation import ALL, readable
 from dblast.reproduction.own.plots import curves_figure, evaluation_figure, png
 from dblast.reproduction.own.requirements import size
+from dblast.reproduction.own.target import Request
+from dblast.reproduction.plans import Plan
 
 #: What each column of branch health means.
 HEALTH = {
@@ -151,7 +153,8 @@ def write_report(
         ),
         _Part(
             "Training",
-            "Loss of every stage, and accepted length per anchor on calibration prompts (Z_T = 1).",
+            "Loss of every stage, and accepted length per anchor on calibration prompts (Z_T = 1), both on answers at the "
+            "setting in brackets: the two stages cannot be compared with each other.",
             figure=png(curves_figure(histories)),
             file="training.png",
         ),
@@ -253,9 +256,26 @@ def _costs(costs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def configuration_in_words(plan, mask_token: str, prompts: str) -> dict[str, str]:
-    """Table 8's rows of a plan that apply to one drafter, with the prompts and the mask token by name."""
+def configuration_in_words(
+    plan: Plan, mask_token: str, request: Request, evaluated: int, calibrated: int
+) -> dict[str, str]:
+    """Table 8's rows of a plan that apply to one drafter, with its prompts and mask token.
+
+    Args:
+        evaluated, calibrated: prompts of the evaluation, and those of them that chose Z_T.
+    """
     rows = configuration_rows(plan)
-    hidden = ("Figure 1 training data", "best single block", "rejections", "variants")
-    rows = {name: text for name, text in rows.items() if name not in hidden}
-    return {name: text.replace(plan.data.prompts, prompts) for name, text in rows.items()} | {"mask token": mask_token}
+    hidden = ["Figure 1 training data", "best single block", "rejections", "variants"]
+    if not plan.drafter.pretrained_here:
+        # The plan knows how its own drafters are trained, not how this one was.
+        hidden += [name for name in rows if name.startswith("pre-training ")]
+        rows["pre-training"] = f"none in this run: it starts from {plan.drafter.start}"
+    training = request.train_prompts or (
+        "made from templates" if request.prompts == "bundled" else f"{request.prompts}, without those that evaluate"
+    )
+    rows = {name: text.replace(plan.data.prompts, training) for name, text in rows.items() if name not in hidden}
+    return rows | {
+        "evaluation prompts": f"{evaluated} of {request.prompts}",
+        "category temperature": f"chosen on {calibrated} of these prompts, which do not count in the tables",
+        "mask token": mask_token,
+    }

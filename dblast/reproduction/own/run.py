@@ -30,21 +30,19 @@ from dblast.reproduction.experiments import (
     variant_stage,
 )
 from dblast.reproduction.own.budget import Sizes, Speeds, choose_sizes, measure, with_sizes
-from dblast.reproduction.own.costs import forecast, sample_sets, stage_cost
+from dblast.reproduction.own.costs import forecast, sample_sets, stage_cost, with_total
 from dblast.reproduction.own.evaluate import USED_PROMPTS, prompt_hash
 from dblast.reproduction.own.evaluation import accepted_lengths, score_proposals
 from dblast.reproduction.own.report import configuration_in_words, write_report
 from dblast.reproduction.own.requirements import free_disk, size, sole_writer, token_bytes
-from dblast.reproduction.own.speed import decoding_speed
+from dblast.reproduction.own.speed import TIMED_PROMPTS, decoding_speed
 from dblast.reproduction.own.target import Prepared, Request, check_request, prepare
 from dblast.reproduction.plans import Plan
-from dblast.reproduction.prompts.own import open_own
+from dblast.reproduction.prompts.own import FEWEST, open_own
 from dblast.reproduction.prompts.plan import calibration_ids, evaluation_prompts
 from dblast.reproduction.stages import RUN, Stage, write_json
 from dblast.support.files import cache_folder
 
-#: Prompts decoded at every setting to time it.
-TIMED_PROMPTS = 4
 #: Trajectories on which the branches are looked at.
 HEALTH_TRAJECTORIES = 16
 OURS, START = "this drafter", "start drafter"
@@ -117,7 +115,14 @@ class Work:
         sizes, speeds = Sizes(**stored["sizes"]), Speeds(**stored["speeds"])
         plan = with_sizes(self.bare, sizes)
         plan.check()
-        self.say(forecast(plan, self.target, speeds).to_string(index=False))
+        self.timed_tokens = sizes.timed_tokens
+        table, minutes = forecast(plan, self.target, speeds, sizes.timed_tokens)
+        self.say(table.to_string(index=False))
+        if minutes > 60 * self.hours:
+            self.say(
+                f"this is more than the {60 * self.hours:.1f} minutes of --hours: however short the time, "
+                f"{FEWEST} prompts of every task are evaluated, and {TIMED_PROMPTS} decoded at every setting"
+            )
         return plan
 
     def _choose_sizes(self, folder: Path) -> None:
@@ -199,7 +204,7 @@ class Work:
             self.health = {
                 setting: drafter_health(ours, rows[:HEALTH_TRAJECTORIES], precision) for setting, rows in texts.items()
             }
-        timed, tokens = self._timed(plan), plan.data.evaluation_tokens
+        timed, tokens = self._timed(plan), self.timed_tokens
         self.speed = pd.concat(
             [
                 decoding_speed(self.target, drafter, timed, chosen, tokens).assign(drafter=name)
@@ -225,11 +230,9 @@ class Work:
         config.remember(self.target)
         config.category_temperatures = temperatures(table)
         config.recipe = {"start": plan.drafter.start, "variant": asdict(plan.variants[0]), "data": asdict(plan.data)}
-        config.recipe |= {
-            "pretraining": asdict(plan.pretrain),
-            "finetuning": asdict(plan.finetune),
-            "hours": request.hours,
-        }
+        if plan.drafter.pretrained_here:
+            config.recipe |= {"pretraining": asdict(plan.pretrain)}
+        config.recipe |= {"finetuning": asdict(plan.finetune), "hours": request.hours}
         record = {
             "request": asdict(request),
             "plan": asdict(plan),
@@ -252,11 +255,8 @@ class Work:
     def _report(self, plan: Plan, request: Request, costs: pd.DataFrame, folder: Path) -> None:
         mask = plan.drafter.mask_token_id
         word = self.target.tokenizer.convert_ids_to_tokens(mask)
-        prompts = (
-            request.prompts
-            if request.train_prompts is None
-            else f"{request.prompts}, {request.train_prompts} for training"
-        )
+        counts = len(evaluation_prompts(plan, self.target)), len(calibration_ids(plan))
+        words = configuration_in_words(plan, f"{mask} ({word or 'a row that no token uses'})", request, *counts)
         write_report(
             folder,
             name=request.target,
@@ -266,7 +266,7 @@ class Work:
             costs=costs,
             starts=self.spent()["starts"],
             histories=self._histories(plan),
-            configuration=configuration_in_words(plan, f"{mask} ({word or 'a row that no token uses'})", prompts),
+            configuration=words,
         )
 
     def _calibrating(self, plan: Plan) -> list:
@@ -275,7 +275,11 @@ class Work:
 
     def _histories(self, plan: Plan) -> dict[str, list[dict]]:
         (variant,), (seed,) = plan.variants, plan.seeds
-        stages = {"pre-training": pretrain_stage(plan), "fine-tuning": variant_stage(plan, variant, seed)}
+        setting = plan.data.training_setting
+        stages = {
+            "pre-training (high)": pretrain_stage(plan),
+            f"fine-tuning ({setting})": variant_stage(plan, variant, seed),
+        }
         return {name: json.loads((stage.folder / "history.json").read_text()) for name, stage in stages.items()}
 
     def _costs(self, plan: Plan) -> pd.DataFrame:
@@ -296,10 +300,7 @@ class Work:
             )
         anchors = plan.finetune.steps * plan.finetune.blocks_per_step
         rows.append(stage_cost("fine-tuning", variant_stage(plan, variant, seed), anchors=anchors))
-        table = pd.DataFrame(rows)
-        total = {"what": "all", "tokens": table.tokens.sum(), "anchors": table.anchors.sum(), "disk": table.disk.sum()}
-        total |= {"minutes": self.spent()["seconds"] / 60}
-        return pd.concat([table, pd.DataFrame([total])], ignore_index=True)
+        return with_total(pd.DataFrame(rows), self.spent()["seconds"])
 
 
 def stored_step(state: Path) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pandas as pd
 import torch
@@ -14,8 +15,8 @@ from dblast.reproduction.experiments import for_decoding
 from dblast.sampling import SETTINGS
 from dblast.targets import Target
 
-#: Tokens of a timed answer at most.
-TIMED_TOKENS = 64
+#: Prompts decoded at every setting to time it, and tokens of a timed answer at most.
+TIMED_PROMPTS, TIMED_TOKENS = 4, 64
 
 
 def decoding_speed(
@@ -25,19 +26,28 @@ def decoding_speed(
     chosen: dict[str, float],
     tokens: int,
     seed: int = 0,
+    names: Sequence[str] = tuple(SETTINGS),
 ) -> pd.DataFrame:
     """Tokens per second of decoding with the drafter and without, one prompt at a time, by setting.
+
+    Args:
+        chosen: category temperatures by setting; 1 where there is none.
+        names: of the settings.
 
     Returns:
         ``setting, drafted, plain, ratio, accepted_length, prompts``.
     """
     drafter, tokens = for_decoding(drafter, target), min(tokens, TIMED_TOKENS)
     rows = []
-    for name, settings in SETTINGS.items():
-        temperature = chosen.get(name, 1.0)
+    for name in names:
+        settings, temperature = SETTINGS[name], chosen.get(name, 1.0)
         count = passes = 0
         seconds = plain_seconds = 0.0
-        for number, ids in enumerate([prompts[0], *prompts]):
+        if not rows:  # the first passes are slower than all others
+            rng = torch.Generator(device=target.device).manual_seed(seed)
+            generate(target, drafter, prompts[:1], settings, max_new_tokens=4, generator=rng)
+            plain_speed(target, prompts[0], settings, 4, seed)
+        for number, ids in enumerate(prompts):
             rng = torch.Generator(device=target.device).manual_seed(seed + number)
             begin = time.perf_counter()
             result = generate(
@@ -45,8 +55,6 @@ def decoding_speed(
             )
             spent = time.perf_counter() - begin
             plain = plain_speed(target, ids, settings, tokens, seed + number)
-            if number == 0:  # the first warms up
-                continue
             new = len(result.tokens[0])
             count, passes = count + new, passes + result.passes
             seconds, plain_seconds = seconds + spent, plain_seconds + new / plain

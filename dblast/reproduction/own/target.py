@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dblast.errors import DBlastError
-from dblast.reproduction.names import STARTS
+from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, OBJECTIVES, SETTINGS, STARTS
 from dblast.reproduction.own.requirements import check_cache, check_numbers, check_output
 
 if TYPE_CHECKING:
@@ -85,6 +85,13 @@ def check_request(request: Request, out: Path) -> None:
         )
     if request.mask_token_id is not None and request.mask_token_id < 0:
         raise DBlastError(f"--mask-token-id must not be negative, got {request.mask_token_id}")
+    for option, value, known in (
+        ("--loss", request.loss, LOSSES + OBJECTIVES),
+        ("--construction", request.construction, AL_CONSTRUCTIONS),
+        ("--training-setting", request.training_setting, SETTINGS),
+    ):
+        if value not in known:
+            raise DBlastError(f"unknown {option} {value!r}; known: {', '.join(known)}")
     check_target_name(request.target)
     if request.start is not None and request.start not in STARTS:
         check_model_name(
@@ -97,8 +104,12 @@ def check_request(request: Request, out: Path) -> None:
 
 
 def check_prompt_source(option: str, source: str) -> None:
-    """Refuse prompts that are neither a file nor look like a data set's column."""
-    if source != "bundled" and ":" not in source and not Path(source).is_file():
+    """Refuse prompts that are neither a file nor look like a data set's column, and a file with a line that is none."""
+    if Path(source).is_file():
+        from dblast.reproduction.prompts.sources import read_prompts
+
+        read_prompts(Path(source))
+    elif source != "bundled" and ":" not in source:
         raise DBlastError(f"{option}: no such file {source!r}; give a JSONL file, owner/name:column or bundled")
 
 
@@ -235,6 +246,8 @@ def _prompts(request: Request, target: Target, tokens: int) -> tuple[str, list[s
             notes.append(
                 f"{len(read) - len(training)} prompts of {source} repeat others or evaluation prompts and are left out"
             )
+    if target.tokenizer.chat_template is None and not all(prompt.raw for prompt in (*evaluation, *training)):
+        notes.append("the target has no chat template: turns stand as plain text")
     encoded = [own.encode_own(rows, target, tokens, "--response-tokens") for rows in (evaluation, training)]
     # Two texts may be the same to the tokenizer.
     taken = {prompt.ids for prompt in encoded[0]}
