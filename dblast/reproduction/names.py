@@ -14,5 +14,7 @@ SETTINGS = ("high", "medium", "low")
 MODES = ("greedy_branch", "soft", "independent", "tree")
 #: Prompts that are no file, see :func:`dblast.reproduction.prompts.sources.load_prompts`.
 PROMPT_SOURCES = ("bundled", "hub")
+#: Ends of the names of files that hold a table, of which a column may be prompts.
+TABLE_FILES = (".parquet", ".csv", ".jsonl")
 #: What a drafter starts from if not from a checkpoint's folder or id, see :class:`dblast.reproduction.plans.DrafterConfig`.
 STARTS = ("shipped", "target", "random")

@@ -16,6 +16,7 @@ from dblast.reproduction.prompts.own import (
     keep,
     own_file,
     read_own,
+    read_source,
     without_repeats,
 )
 from dblast.reproduction.prompts.plan import (
@@ -51,6 +52,29 @@ def test_both_forms_of_a_line_and_any_task(tmp_path):
     assert text == Prompt("text-line2", "text", ("Once upon",), raw=True)
     assert haiku == Prompt("f", "haiku", ("frog",), raw=True)
     assert load_prompts(path, ["haiku"]) == [haiku]
+
+
+def test_columns_of_single_files(tmp_path):
+    messages = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]]
+    table = datasets.Dataset.from_dict({"question": ["One?", None, " ", "Two?"], "chat": messages * 4, "n": [1, 2, 3, 4]})
+    table.to_parquet(tmp_path / "my: set.parquet")
+    table.remove_columns("chat").to_csv(tmp_path / "set.csv")
+    table.to_json(tmp_path / "set.jsonl")
+    for name in ("my: set.parquet", "set.csv", "set.jsonl"):
+        rows = read_source(f"{tmp_path / name}:question")
+        assert [row.turns for row in rows] == [("One?",), ("Two?",)]
+        assert rows[1].where == f"{tmp_path / name}, row 4"
+    for name in ("my: set.parquet", "set.jsonl"):
+        assert {row.turns for row in read_source(f"{tmp_path / name}:chat")} == {("Hi",)}
+    for column, words in (("absent", "no column 'absent'; its columns are question"), ("n", "row 1: column 'n' holds")):
+        with pytest.raises(PromptError, match=words):
+            read_source(f"{tmp_path / 'set.csv'}:{column}")
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1 not")
+    with pytest.raises(PromptError, match="cannot be read as a table"):
+        read_source(f"{tmp_path / 'bad.parquet'}:question")
+    # Anything else is read as before.
+    write_lines(tmp_path / "own.jsonl", {"prompt": "Once"})
+    assert read_source(str(tmp_path / "own.jsonl"))[0].raw
 
 
 def test_columns_of_data_sets_in_a_folder(tmp_path):

@@ -62,6 +62,8 @@ def request_(own):
         ({"start": "./absent"}, "--start: no such folder"),
         ({"prompts": "absent.jsonl"}, "--prompts: no such file 'absent.jsonl'"),
         ({"train_prompts": "absent.jsonl"}, "--train-prompts: no such file"),
+        ({"prompts": "absent.csv:text"}, "--prompts: no such file 'absent.csv'"),
+        ({"prompts": "."}, "--prompts: '.' holds a table; name a column of it, as in '.:text'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
 )
@@ -298,6 +300,8 @@ def test_a_run_from_a_given_drafter_only_fine_tunes(own, request_, slow, tmp_pat
     # How the given drafter was trained is not known, and this plan's pre-training is not how.
     assert "none in this run: it starts from" in report and "pre-training responses" not in report
     assert "pretraining" not in DBlastDrafter.load(out).config.recipe
+    with pytest.raises(DBlastError, match="--per-task must be at least 4"):
+        evaluate_drafter(str(start), request_.prompts, per_task=3)
     table = evaluate_drafter(str(start), request_.prompts, response_tokens=12, per_task=4, say=said.append)
     assert set(table.K) == {0} and table.category_temperature.isna().all()
     with pytest.raises(DBlastError, match="has --block-length 2, not 3"):

@@ -12,7 +12,7 @@ from dblast.errors import DBlastError
 Prompts = Annotated[
     str,
     typer.Option(
-        help='A JSONL file of {"turns": [...]} or {"prompt": "..."} lines, a data set as owner/name:column, or bundled.'
+        help='A JSONL file of {"turns": [...]} or {"prompt": "..."} lines, a column as file.parquet:column or owner/name:column, or bundled.'
     ),
 ]
 EnableThinking = Annotated[

@@ -59,7 +59,7 @@ def evaluate_drafter(
 
     Args:
         name: folder or id of the drafter.
-        source: prompts, as :func:`dblast.reproduction.prompts.own.read_own` takes them, or "bundled".
+        source: prompts, as :func:`dblast.reproduction.prompts.own.read_source` takes them, or "bundled".
         target_name: its target; None takes the one that it remembers.
         csv, plot: files to write.
 
@@ -70,12 +70,16 @@ def evaluate_drafter(
         DBlastError: what cannot work, before anything is sampled.
     """
     proposals, settings = list(proposals or DEFAULT_PROPOSALS), list(settings or SETTINGS)
+    if per_task < own.FEWEST:
+        raise DBlastError(
+            f"--per-task must be at least {own.FEWEST}: one prompt chooses Z_T, and an interval needs more"
+        )
     for proposal in proposals:
         if proposal not in PROPOSALS:
             raise DBlastError(f"unknown --proposal {proposal!r}; known: {', '.join(PROPOSALS)}")
     for setting in settings:
         get_setting(setting)
-    prompts = own.without_repeats(load_prompts("bundled") if source == "bundled" else own.read_own(source))
+    prompts = own.without_repeats(load_prompts("bundled") if source == "bundled" else own.read_source(source))
     own.check_enough(prompts, source)
     target, config = open_pair(name, target_name, chat_options)
     plan = _plan(target, config, settings, per_task, response_tokens, seed)

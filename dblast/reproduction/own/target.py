@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dblast.errors import DBlastError
-from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, OBJECTIVES, SETTINGS, STARTS
+from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, OBJECTIVES, SETTINGS, STARTS, TABLE_FILES
 from dblast.reproduction.own.requirements import check_cache, check_numbers, check_output
 
 if TYPE_CHECKING:
@@ -105,10 +105,15 @@ def check_request(request: Request, out: Path) -> None:
 
 def check_prompt_source(option: str, source: str) -> None:
     """Refuse prompts that are neither a file nor look like a data set's column, and a file with a line that is none."""
-    if Path(source).is_file():
+    path, table = Path(source), Path(source.rpartition(":")[0])
+    if path.is_dir() or path.is_file() and path.suffix in TABLE_FILES[:-1]:
+        raise DBlastError(f"{option}: {source!r} holds a table; name a column of it, as in '{source}:text'")
+    if path.is_file():
         from dblast.reproduction.prompts.sources import read_prompts
 
-        read_prompts(Path(source))
+        read_prompts(path)
+    elif table.suffix in TABLE_FILES and not table.is_file():
+        raise DBlastError(f"{option}: no such file {str(table)!r}")
     elif source != "bundled" and ":" not in source:
         raise DBlastError(f"{option}: no such file {source!r}; give a JSONL file, owner/name:column or bundled")
 
@@ -227,10 +232,10 @@ def _prompts(request: Request, target: Target, tokens: int) -> tuple[str, list[s
         evaluation = load_prompts("bundled")
         training = training_prompts(4096, request.seed) if request.train_prompts is None else []
     elif request.train_prompts is None:
-        evaluation, training = own.divide(own.read_own(request.prompts), request.prompts, request.seed)
+        evaluation, training = own.divide(own.read_source(request.prompts), request.prompts, request.seed)
         notes.append(f"{request.prompts} is split: {len(evaluation)} prompts evaluate, {len(training)} train")
     else:
-        read = own.read_own(request.prompts)
+        read = own.read_source(request.prompts)
         evaluation, training = own.without_repeats(read), []
         if len(evaluation) < len(read):
             notes.append(f"{len(read) - len(evaluation)} prompts of {request.prompts} repeat others and are left out")
@@ -238,7 +243,7 @@ def _prompts(request: Request, target: Target, tokens: int) -> tuple[str, list[s
         evaluation = own.shuffled(evaluation, request.seed)
     if request.train_prompts is not None:
         source = request.train_prompts
-        read = training_prompts(4096, request.seed) if source == "bundled" else own.read_own(source)
+        read = training_prompts(4096, request.seed) if source == "bundled" else own.read_source(source)
         training = own.shuffled(own.without_repeats(read, evaluation), request.seed)
         if not training:
             raise DBlastError(f"every prompt of {source} is an evaluation prompt too; give --train-prompts others")

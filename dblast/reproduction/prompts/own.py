@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dblast.errors import ArtefactError
+from dblast.reproduction.names import TABLE_FILES
 from dblast.reproduction.prompts.sources import Prompt, PromptError, chat_messages, normalised, read_prompts
 from dblast.reproduction.stages import Stage, digest
 from dblast.support.files import cache_folder
@@ -45,6 +46,40 @@ def read_own(source: str) -> list[Prompt]:
     if name and not Path(source).exists() and (Path(name).is_dir() or "/" in name) and not name.endswith(".jsonl"):
         return read_column(name, column)
     return read_prompts(Path(source))
+
+
+def read_source(source: str) -> list[Prompt]:
+    """As :func:`read_own`, and of ``file:column`` where the file is a Parquet, CSV or JSONL table.
+
+    Raises:
+        PromptError: as there.
+    """
+    import pyarrow.csv
+    import pyarrow.json
+    import pyarrow.parquet
+
+    name, _, column = source.rpartition(":")
+    read = (pyarrow.parquet.read_table, pyarrow.csv.read_csv, pyarrow.json.read_json)
+    reader = dict(zip(TABLE_FILES, read, strict=True)).get(Path(name).suffix)
+    if reader is None or Path(source).exists() or not Path(name).is_file():
+        return read_own(source)
+    try:
+        table = reader(name)
+    except (OSError, pyarrow.ArrowException) as error:
+        reason = " ".join(str(error).split())
+        raise PromptError(f"{name} cannot be read as a table ({reason[:200]})") from None
+    if column not in table.column_names:
+        raise PromptError(f"{name} has no column {column!r}; its columns are {', '.join(table.column_names)}")
+    prompts = []
+    for number, value in enumerate(table[column].slice(length=COLUMN_LIMIT).to_pylist(), start=1):
+        turns, where = _turns(value or ""), f"{name}, row {number}"
+        if turns is None:
+            raise PromptError(f"{where}: column {column!r} holds neither text nor turns nor messages")
+        if turns and turns[0].strip():
+            prompts.append(Prompt(f"chat-row{number}", "chat", turns, where=where))
+    if not prompts:
+        raise PromptError(f"{name}: column {column!r} holds no prompts")
+    return prompts
 
 
 def read_column(name: str, column: str) -> list[Prompt]:
