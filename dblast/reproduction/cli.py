@@ -384,7 +384,7 @@ def cache(
     for stored in stages:
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(stored.changed))
         typer.echo(f"{stored.kind:14s} {stored.key}  {size(stored.size):>9s}  {date}  {stored.state}")
-    typer.echo(f"{len(stages)} artefacts, {size(sum(stored.size for stored in stages))}, in {cache_folder()}")
+    typer.echo(f"artefacts: {len(stages)}, {size(sum(stored.size for stored in stages))}, in {cache_folder()}")
     if check:
         problems = [problem for _, problem in check_all() if problem]
         for problem in problems:
@@ -396,7 +396,7 @@ def cache(
         useless = [stored for stored in stages if stored.state != "finished"]
         gone = remove(useless) if yes else useless
         done = "deleted" if yes else "would be deleted; add --yes to do it"
-        typer.echo(f"{len(gone)} artefacts, {size(sum(stored.size for stored in gone))}: {done}")
+        typer.echo(f"artefacts: {len(gone)}, {size(sum(stored.size for stored in gone))}: {done}")
         if len(gone) < len(useless):
             typer.echo(f"{len(useless) - len(gone)} left alone: another process is at work on them")
 

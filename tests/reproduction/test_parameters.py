@@ -12,7 +12,7 @@ OWN = 'profile: str = "cpu"  # which\nrecompute: bool = False\n'
 
 def test_injected_names_are_told_from_the_notebooks_own():
     cells = ["import torch", OWN, "# Parameters\nprofil = 'smoke'\nrecompute = True\n", "%magic", "x = 1"]
-    assert parameter_names(cells) == (["profile", "recompute"], ["profil", "recompute"])
+    assert parameter_names(cells) == ({"profile": "str", "recompute": "bool"}, ["profil", "recompute"])
 
 
 def test_an_unknown_parameter_is_refused_in_a_notebook(monkeypatch):
@@ -26,6 +26,28 @@ def test_an_unknown_parameter_is_refused_in_a_notebook(monkeypatch):
     with pytest.raises(DBlastError, match="no parameter 'profil'; it has profile, recompute"):
         check_parameters()
     Shell.user_ns["In"].pop()
+    check_parameters()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [("recompute", "maybe", "must be True or False, got 'maybe'"), ("recompute", 1, "True or False"),
+     ("profile", 7, "must be text, got 7"), ("hours", True, "must be a number"), ("steps", 1.5, "a whole number")],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused(monkeypatch, name, value, words):
+    own = OWN + "hours: float = 0.5\nsteps: int = 3\n"
+
+    class Shell:
+        user_ns = {"In": [own, f"# Parameters\n{name} = {value!r}\nhours = 2\n"], "hours": 2, name: value}
+
+        def set_custom_exc(self, kinds, handler):
+            pass
+
+    monkeypatch.setattr("dblast.reproduction.parameters.get_ipython", Shell)
+    with pytest.raises(DBlastError, match=f"parameter '{name}' {'.*' + words}"):
+        check_parameters()
+    Shell.user_ns["In"] = [own, "# Parameters\nhours = 2\n"]
+    Shell.user_ns["hours"] = 2
     check_parameters()
 
 
