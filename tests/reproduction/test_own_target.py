@@ -286,14 +286,14 @@ def test_a_killed_run_goes_on_and_what_comes_out_is_whole(own, request_, slow, t
 
 
 def test_a_run_from_a_given_drafter_only_fine_tunes(own, request_, slow, tmp_path, make_drafter_folder, monkeypatch):
-    monkeypatch.setattr(own_run, "measure", lambda plan, target: replace(SLOW, timing=60.0))
+    monkeypatch.setattr(own_run, "measure", lambda plan, target: replace(SLOW, timing=120.0))
     start = make_drafter_folder(request_.target)
     said = []
-    request = replace(request_, start=str(start), categories=1, loss="NLL", block_length=None, hours=0.12)
+    request = replace(request_, start=str(start), categories=1, loss="NLL", block_length=None, hours=0.2)
     out = make_drafter(request, tmp_path / "out", said.append)
     assert not any(line.startswith("pre-training") for line in said)
     # Eight tokens to time it are as long as what was asked for.
-    assert any("more than the 7.2 minutes of --hours" in line and "4 prompts of every task" in line for line in said)
+    assert any("more than the 12.0 minutes of --hours" in line and "4 prompts of every task" in line for line in said)
     assert DBlastDrafter.load(out).config.num_categories == 1
     report = (out / "report.md").read_text()
     assert "different blocks" not in report
