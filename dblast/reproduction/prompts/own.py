@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,25 +55,25 @@ def read_source(source: str) -> list[Prompt]:
     Raises:
         PromptError: as there.
     """
-    import pyarrow.csv
-    import pyarrow.json
-    import pyarrow.parquet
+    import pandas as pd
 
     name, _, column = source.rpartition(":")
-    read = (pyarrow.parquet.read_table, pyarrow.csv.read_csv, pyarrow.json.read_json)
+    read = (pd.read_parquet, pd.read_csv, partial(pd.read_json, lines=True))
     reader = dict(zip(TABLE_FILES, read, strict=True)).get(Path(name).suffix)
     if reader is None or Path(source).exists() or not Path(name).is_file():
         return read_own(source)
     try:
         table = reader(name)
-    except (OSError, pyarrow.ArrowException) as error:
+    except (OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise PromptError(f"{name} cannot be read as a table ({reason[:200]})") from None
-    if column not in table.column_names:
-        raise PromptError(f"{name} has no column {column!r}; its columns are {', '.join(table.column_names)}")
+    if column not in table.columns:
+        raise PromptError(f"{name} has no column {column!r}; its columns are {', '.join(map(str, table.columns))}")
     prompts = []
-    for number, value in enumerate(table[column].slice(length=COLUMN_LIMIT).to_pylist(), start=1):
-        turns, where = _turns(value or ""), f"{name}, row {number}"
+    for number, value in enumerate(table[column].head(COLUMN_LIMIT), start=1):
+        # Lists are arrays here, and empty cells None or NaN.
+        value = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
+        turns, where = _turns("" if value is None or value != value else value), f"{name}, row {number}"
         if turns is None:
             raise PromptError(f"{where}: column {column!r} holds neither text nor turns nor messages")
         if turns and turns[0].strip():
