@@ -385,12 +385,6 @@ def test_attention_mask_without_lengths_allows_the_whole_context():
     assert torch.equal(packed_mask(positions, 5, 2), packed_mask(positions, 5, 2, torch.tensor([5])))
 
 
-def test_drafter_without_target_says_what_to_call(llama):
-    config = DBlastConfig.for_target(llama.model.config, num_layers=1, block_length=3, mask_token_id=MASK)
-    with refused("attach(target)"):
-        DBlastDrafter(config)(**blocks(width=32))
-
-
 # -- agreement with transformers -----------------------------------------------------------------
 
 
@@ -542,14 +536,6 @@ def test_attach_refuses_another_target(llama, change, words):
         DBlastDrafter(config).attach(llama.model)
 
 
-def test_training_leaves_the_targets_tables_alone(llama, make_drafter):
-    drafter = make_drafter(llama)
-    out = drafter(**blocks())
-    drafter.log_q(out.branch_hidden, torch.zeros(6, 3, dtype=torch.long)).sum().backward()
-    assert llama.model.get_input_embeddings().weight.grad is None
-    assert not any("embed" in name or "head" in name for name, _ in drafter.named_parameters())
-
-
 # -- saving and loading --------------------------------------------------------------------------
 
 
@@ -585,22 +571,6 @@ def test_save_and_load_keep_every_bit_of_the_weights_wherever_they_lie_in_memory
         assert torch.equal(drafter.state_dict()[name], value), name
     for actual, wanted in zip(outputs(drafter, **blocks()), expected, strict=True):
         assert_same_computation(actual, wanted)
-
-
-def test_saved_file_holds_neither_embedding_nor_head(llama, make_drafter, tmp_path):
-    from safetensors import safe_open
-
-    make_drafter(llama, num_categories=2).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == documented_names(2, qk_norm=False, categories=True)
-
-
-def test_loading_in_bfloat16_keeps_the_weights(llama, make_drafter, tmp_path):
-    drafter = make_drafter(llama, num_categories=2)
-    drafter.to(torch.bfloat16).save_pretrained(tmp_path)
-    loaded = DBlastDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for name, value in drafter.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name])
 
 
 @pytest.mark.parametrize("draft_vocab_size", [0, 12])

@@ -92,19 +92,6 @@ def test_greedy_branch_conditional_of_each_anchor_reads_its_own_branches():
     assert_close(greedy_branch_conditional(branches, log_prior, tokens), expected, tolerance=1e-6)
 
 
-@pytest.mark.parametrize("prefix", [[], [0], [0, 1], [0, 2]])
-def test_greedy_branch_distribution_sums_to_one_on_drafted_prefixes(prefix):
-    prefix = torch.tensor(prefix, dtype=torch.long)
-    q = greedy_branch_distribution(SHARED, random_log_prior(4, generator(2)), prefix, vocab_size=5)
-    assert q.shape == (5,)
-    assert_close(q.sum(), 1.0)
-
-
-def test_greedy_branch_distribution_is_zero_on_prefixes_that_no_branch_has():
-    q = greedy_branch_distribution(SHARED, torch.zeros(4).log_softmax(-1), torch.tensor([1]), VOCABULARY)
-    assert (q == 0).all()
-
-
 def test_one_branch_is_a_point_mass_accepted_with_the_probability_of_its_token():
     branch = torch.tensor([[[0, 1, 2]]])
     log_p = torch.tensor([[0.5, 0.2, 0.9]]).log()
