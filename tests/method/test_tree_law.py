@@ -28,7 +28,7 @@ from tests.helpers import (
     random_position_log_q,
     sequence_probability,
 )
-from tests.method.test_decoding import PROMPTS, plain_greedy
+from tests.method.test_decoding import PROMPTS, check_accounting, compare_draft_with_fresh_prefill, plain_greedy
 from tests.method.test_exact_law import FAIR, simulated_p_value, toy  # noqa: F401
 from tests.method.test_trees import tree_of
 
@@ -268,16 +268,6 @@ def coupled(monkeypatch):
     return run
 
 
-def check_accounting(result, nodes):
-    for prompt, tokens, steps in zip(result.prompts, result.tokens, result.steps, strict=True):
-        assert sum(step.emitted for step in steps) == len(tokens)
-        assert [step.position for step in steps] == [
-            len(prompt) + sum(step.emitted for step in steps[:n]) for n in range(len(steps))
-        ]
-        for step in steps:
-            assert step.category == -1 and step.accepted == step.emitted - 1 <= step.drafted <= nodes
-
-
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize(("branches", "nodes"), [(0, 4), (1, 9), (3, 40)])
 @pytest.mark.parametrize("planted", [False, True], ids=["trees of the drafter", "trees around the text"])
@@ -296,6 +286,7 @@ def test_trees_emit_what_plain_decoding_draws(request, make_drafter, coupled, na
         sure = budget if steps[-1].emitted > 1 else budget - 1
         assert len(tokens) == budget
         assert tokens.tolist()[:sure] == text[:sure]
+    assert {step.category for steps in result.steps for step in steps} == {-1}
     if planted:
         assert {step.accepted for steps in result.steps for step in steps} >= {0, 1, 2}
 
@@ -358,13 +349,9 @@ def compare_with_fresh_prefill(target, drafter, decoder, sequences, nodes):
             texts.append([*texts[parent + 1], token])
         for node, text in enumerate(texts):
             with torch.no_grad():
-                fresh = target.model(torch.tensor([text]), output_hidden_states=True)
-            torch.testing.assert_close(logits[row, node], fresh.logits[0, -1], atol=1e-4, rtol=1e-4)
-        with torch.no_grad():
-            fresh = target.model(torch.tensor([ids]), output_hidden_states=True)
-            features = tap_features(fresh.hidden_states, drafter.config.target_layer_ids)[:, : len(ids) - 1]
-            block = drafter(torch.tensor([[ids[-1]]]), torch.tensor([[len(ids) - 1]]), features)
-        torch.testing.assert_close(out.branch_hidden[row], block.branch_hidden[0], atol=1e-4, rtol=1e-4)
+                fresh = target.model(torch.tensor([text])).logits[0, -1]
+            torch.testing.assert_close(logits[row, node], fresh, atol=1e-4, rtol=1e-4)
+        compare_draft_with_fresh_prefill(target, drafter, out, row, ids)
     return tree
 
 
