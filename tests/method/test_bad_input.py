@@ -366,6 +366,7 @@ def other_target(tokenizer, build, config):
     return wrap_target(config.model_type, model, tokenizer, MASK_TOKEN_ID)
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 
 
@@ -379,7 +380,7 @@ def test_mistral_without_a_window_decodes_exactly(tokenizer, make_drafter):
     ("build", "config", "word"),
     [
         (MistralForCausalLM, MistralConfig(**SHAPE, sliding_window=4), "window"),
-        (Qwen3ForCausalLM, Qwen3Config(**SHAPE, use_sliding_window=True, sliding_window=4, max_window_layers=2), "window"),
+        (Qwen3ForCausalLM, Qwen3Config(**SHAPE, **WINDOW), "window"),
         (LlamaForCausalLM, LlamaConfig(**SHAPE, rope_parameters=DYNAMIC), "rope type"),
         (GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY_SIZE, n_embd=32, n_layer=4, n_head=4), "gpt2"),
     ],

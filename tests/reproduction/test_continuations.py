@@ -186,8 +186,11 @@ def _exact(seed, vocabulary=3, length=3):
 
 def _most_covered(target, blocks, count):
     """The largest probability of all prefixes of so many blocks, by trying every set."""
-    sets = ({tuple(b[: j + 1]) for b in some for j in range(3)} for some in itertools.combinations(blocks.tolist(), count))
-    return max(sum(sequence_probability(target, u) for u in prefixes) for prefixes in sets)
+    worth = []
+    for some in itertools.combinations(blocks.tolist(), count):
+        prefixes = {tuple(block[: j + 1]) for block in some for j in range(3)}
+        worth.append(sum(sequence_probability(target, u) for u in prefixes))
+    return max(worth)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

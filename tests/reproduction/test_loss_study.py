@@ -17,7 +17,8 @@ def loss_scores(**options):
     variants = []
     for loss, saved in SAVED.items():
         for k in (1, 4):
-            names = {"target": "toy", "method": "DFlash" if (k, loss) == (1, "NLL") else f"{loss} {k}", "K": k, "loss": loss}
+            method = "DFlash" if (k, loss) == (1, "NLL") else f"{loss} {k}"
+            names = {"target": "toy", "method": method, "K": k, "loss": loss}
             variants.append((names, 1 - saved - 0.05 * (k > 1)))
     return toy_scores(variants, **options)
 
