@@ -79,54 +79,38 @@ class DBlastConfig(PreTrainedConfig):
 
     model_type = "dblast"
 
-    def __init__(
-        self,
-        hidden_size: int = 192,
-        intermediate_size: int = 512,
-        num_hidden_layers: int = 2,
-        num_attention_heads: int = 6,
-        num_key_value_heads: int = 2,
-        head_dim: int | None = None,
-        vocab_size: int = 256,
-        rms_norm_eps: float = 1e-5,
-        rope_theta: float = 10000.0,
-        block_size: int = 8,
-        num_target_layers: int = 4,
-        dflash_config: dict | None = None,
-        num_categories: int = 0,
-        use_qk_norm: bool = True,
-        draft_vocab_size: int = 0,
-        initializer_range: float = 0.02,
-        target_name: str | None = None,
-        target_identity: dict | None = None,
-        chat_options: dict | None = None,
-        category_temperatures: dict[str, float] | None = None,
-        recipe: dict | None = None,
-        **kwargs,
-    ):
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_hidden_layers = num_hidden_layers
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_key_value_heads
-        self.head_dim = head_dim or hidden_size // num_attention_heads
-        self.vocab_size = vocab_size
-        self.rms_norm_eps = rms_norm_eps
-        self.rope_theta = _rope_theta(kwargs, rope_theta)
-        self.block_size = block_size
-        self.num_target_layers = num_target_layers
-        self.dflash_config = dict(dflash_config or {})
-        self.dflash_config.setdefault("target_layer_ids", default_taps(num_target_layers, num_hidden_layers))
-        self.num_categories = num_categories
-        self.use_qk_norm = use_qk_norm
-        self.draft_vocab_size = draft_vocab_size
-        self.initializer_range = initializer_range
-        self.target_name, self.target_identity, self.chat_options = target_name, target_identity, chat_options
-        self.category_temperatures, self.recipe = category_temperatures, recipe
+    hidden_size: int = 192
+    intermediate_size: int = 512
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 6
+    num_key_value_heads: int = 2
+    head_dim: int | None = None
+    vocab_size: int = 256
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    block_size: int = 8
+    num_target_layers: int = 4
+    dflash_config: dict | None = None
+    num_categories: int = 0
+    use_qk_norm: bool = True
+    draft_vocab_size: int = 0
+    initializer_range: float = 0.02
+    target_name: str | None = None
+    target_identity: dict | None = None
+    chat_options: dict | None = None
+    category_temperatures: dict[str, float] | None = None
+    recipe: dict | None = None
+
+    def __post_init__(self, **kwargs):
+        """What transformers calls once these fields are set, with the keys of a configuration that are none of them."""
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        self.rope_theta = _rope_theta(kwargs, self.rope_theta)
+        self.dflash_config = dict(self.dflash_config or {})
+        self.dflash_config.setdefault("target_layer_ids", default_taps(self.num_target_layers, self.num_hidden_layers))
         _refuse_other_mathematics(kwargs | self.dflash_config, self)
         # Published files say whether the target ties its tables; the drafter has none to tie, and one kind of layers.
         kwargs = {key: value for key, value in kwargs.items() if key != "layer_types"} | {"tie_word_embeddings": False}
-        super().__init__(**kwargs)
+        super().__post_init__(**kwargs)
 
     @classmethod
     def get_config_dict(cls, *args, **kwargs) -> tuple[dict, dict]:
@@ -295,7 +279,7 @@ def _refuse_other_mathematics(settings: dict, config: DBlastConfig) -> None:
     unknown = sorted(key for key in settings if key not in known and not key.startswith("_"))
     if unknown:
         names = ", ".join(unknown)
-        warnings.warn(f"the drafter's configuration has keys that mean nothing here: {names}", stacklevel=3)
+        warnings.warn(f"the drafter's configuration has keys that mean nothing here: {names}", stacklevel=4)
 
 
 class RMSNorm(nn.Module):

@@ -130,11 +130,7 @@ FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    """Refuse a target that plain decoding and this cache would not read alike.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse a target that plain decoding and this cache would not read alike."""
     config = model.config
     check_supported(config)
     rotary = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -185,7 +181,7 @@ class BlockDecoder:
 
     The last committed token of a sequence, its *anchor*, has not been through the
     target yet; both caches hold the positions before it. A step is
-    :meth:`draft`, :meth:`score` or :meth:`score_tree`, then :meth:`commit`. :meth:`start` begins anew
+    :meth:`draft`, :meth:`score`, then :meth:`commit`. :meth:`start` begins anew
     and may be called again with other prompts.
 
     Args:
@@ -302,32 +298,20 @@ class BlockDecoder:
         return self.drafter.heads(hidden)
 
     @torch.no_grad()
-    def score(self, drafted: Tensor) -> Tensor:
+    def score(self, drafted: Tensor, tree: Tree | None = None) -> Tensor:
         """The target pass of a step.
 
         Args:
             drafted: (N, d) draft tokens, d = 0 for a plain decoding step.
+            tree: N trees of which these are the nodes' tokens; None for a block.
 
         Returns:
             (N, d + 1, V) logits: entry i is the distribution after the anchor and i draft tokens,
-            so the last one is the bonus token's. The tapped states stay here for :meth:`commit`.
+            so the last one is the bonus token's; with trees after the anchor, then after every node.
+            The tapped states stay here for :meth:`commit`.
         """
         self.target_cache.starts = [length - 1 for length in self.lengths]
-        logits, self._features = self._pass(torch.cat([self.anchor.unsqueeze(1), drafted], dim=1))
-        return logits
-
-    @torch.no_grad()
-    def score_tree(self, tree: Tree) -> Tensor:
-        """The target pass of a step that drafts trees.
-
-        Args:
-            tree: N trees of M nodes.
-
-        Returns:
-            (N, M + 1, V) logits: after the anchor, then after every node.
-        """
-        self.target_cache.starts = [length - 1 for length in self.lengths]
-        logits, self._features = self._pass(torch.cat([self.anchor.unsqueeze(1), tree.tokens], dim=1), tree=tree)
+        logits, self._features = self._pass(torch.cat([self.anchor.unsqueeze(1), drafted], dim=1), tree=tree)
         return logits
 
     @torch.no_grad()
@@ -337,7 +321,7 @@ class BlockDecoder:
         Args:
             accepted: N numbers of accepted draft tokens.
             token: (N,) the token that follows them, the next anchor.
-            path: after :meth:`score_tree`, (N, d) nodes that were accepted, anything after the last.
+            path: after trees, (N, d) nodes that were accepted, anything after the last.
         """
         if path is not None:
             self._straighten(path[:, : max(accepted)].clamp(min=0) + 1)

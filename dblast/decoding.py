@@ -272,7 +272,7 @@ def tree_step(
     output = decoder.draft()
     check_output(output)
     tree = draft_tree(decoder.drafter, output, nodes, category_temperature=category_temperature)
-    tokens, p = target_support(decoder.score_tree(tree), settings)
+    tokens, p = target_support(decoder.score(tree.tokens, tree), settings)
     outcome = walk(tree, tokens, p, generator=generator)
     inside = tree.depth < torch.tensor(left, device=tree.depth.device).unsqueeze(1)
     room, category = (tree.valid & inside).sum(1).tolist(), [-1] * len(left)

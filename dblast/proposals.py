@@ -162,11 +162,7 @@ class SoftProposal(Proposal):
 
 
 def check_mode(mode: str, num_categories: int) -> None:
-    """Refuse an unknown mode, or independent sampling with K > 1.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse an unknown mode, or independent sampling with K > 1."""
     if mode not in MODES:
         raise DBlastError(f"unknown proposal mode {mode!r}; the modes are {', '.join(MODES)}")
     if mode == "independent" and num_categories > 1:
@@ -180,11 +176,7 @@ def check_drafting(
     draft_temperature: float = 1.0,
     draft_top_k: int = 0,
 ) -> None:
-    """Refuse arguments of :func:`propose` that this drafter cannot work with, or that the mode would ignore.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse arguments of :func:`propose` that this drafter cannot work with, or that the mode would ignore."""
     check_mode(mode, drafter.config.num_categories)
     check_number("the category temperature", category_temperature, least=0)
     check_number("the draft temperature", draft_temperature, least=0)
@@ -194,11 +186,7 @@ def check_drafting(
 
 
 def check_output(output: DraftOutput) -> None:
-    """Refuse a drafter pass that came out as NaN or infinity: compared with p, it would accept or reject at random.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse a drafter pass that came out as NaN or infinity: compared with p, it would accept or reject at random."""
     check_finite(output.branch_hidden, "the drafter's hidden states")
     check_finite(output.prior_logits, "the drafter's category logits")
 

@@ -198,6 +198,23 @@ def prompt_scores(passes: np.ndarray, setting: str, temperature: float, **names)
     )
 
 
+def toy_scores(variants, seeds=(0,), settings=("low", "high"), noise=0.0) -> tuple[pd.DataFrame, np.ndarray]:
+    """Scores of toy drafters on the same 12 prompts, and the passes of the held-out ones without any drafter's factor.
+
+    Args:
+        variants: pairs of what names a drafter (its columns) and the factor of its passes. Where it has several
+            categories Z_T = 1 is better than 0, so that a mistaken choice shows.
+    """
+    rng = np.random.default_rng(0)
+    passes = rng.uniform(20, 30, 12)
+    parts = []
+    for (names, factor), seed, setting in itertools.product(variants, seeds, settings):
+        for temperature in (0.0, 1.0) if names["K"] > 1 else (np.nan,):
+            mine = passes * factor * (1.2 if temperature == 0 else 1.0) * (1 + noise * rng.normal(size=12))
+            parts.append(prompt_scores(mine, setting, temperature, seed=seed, **names))
+    return pd.concat(parts, ignore_index=True), passes[4:]
+
+
 def macro_length(passes: np.ndarray, factor: float) -> float:
     """Accepted length of :func:`prompt_scores`' held-out prompts, averaged over the two tasks."""
     saved = [passes[i::2] * factor for i in (0, 1)]

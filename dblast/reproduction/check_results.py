@@ -166,15 +166,7 @@ def check_results(profile_name: str, *, fresh: bool = False, compare_only: bool 
         shutil.rmtree(folder, ignore_errors=True)
         # A profile may read what others have kept.
         shutil.copytree(RESULTS, folder / "data/results", ignore=shutil.ignore_patterns(profile.name))
-        command = [
-            sys.executable,
-            "-m",
-            "dblast",
-            "reproduce",
-            "--profile",
-            profile.name,
-            *(["--fresh"] if fresh else []),
-        ]
+        command = [sys.executable, "-m", "dblast", "reproduce", "--profile", profile.name, *["--fresh"] * fresh]
         if subprocess.run(command, env=os.environ | {"DBLAST_OUTPUT": str(folder)}, check=False).returncode:
             raise DBlastError(f"the rerun of profile {profile.name!r} failed; see above")
         done.touch()

@@ -26,6 +26,7 @@ from dblast.reproduction.estimates import (
     with_seed_noise,
 )
 from dblast.reproduction.latency_tables import overhead
+from dblast.reproduction.plans import MAIN
 from dblast.reproduction.tables import SETTINGS_ORDER, Table, paper_gains, read_paper
 
 COLUMNS = ["claim", "target", "paper", "ours", "ci_low", "ci_high", "verdict", "seeds", "n"]
@@ -39,7 +40,7 @@ VERDICT_RULE = (
 )
 
 #: K and loss of the paper's methods.
-_METHODS = {"DFlash": (1, "NLL"), "DFlash+AL": (1, "AL"), "DFlash+DS": (4, "NLL"), "DBlast": (4, "AL")}
+_METHODS = {variant.method: (variant.K, variant.loss) for variant in MAIN}
 
 #: What "a few" is taken to be.
 FEW_PER_CENT = 5

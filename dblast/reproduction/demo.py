@@ -26,11 +26,7 @@ _DRAFTER_ADVICE = "give a folder written by `python -m dblast train --output FOL
 
 
 def check_model_name(name: str, advice: str, prefix: str = "") -> None:
-    """Refuse a name that is neither a folder here nor of the form owner/name.
-
-    Raises:
-        DBlastError: see above; the message ends with ``advice``.
-    """
+    """Refuse a name that is neither a folder here nor of the form owner/name; the message ends with ``advice``."""
     # An empty path is the current folder to pathlib.
     if not (name and Path(name).is_dir()) and not _HUB_ID.fullmatch(name):
         raise DBlastError(f"{prefix}no such folder {name!r}; {advice}")

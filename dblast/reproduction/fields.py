@@ -12,11 +12,7 @@ from dblast.support.checks import check_number, is_whole
 
 
 def check_fields(config: Any) -> None:
-    """Refuse field values of another type than annotated, NaN and infinities; looks into nested configurations.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse field values of another type than annotated, NaN and infinities; looks into nested configurations."""
     hints = typing.get_type_hints(type(config))
     for field in fields(config):
         _check(field.name, getattr(config, field.name), hints[field.name])

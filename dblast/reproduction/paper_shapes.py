@@ -31,21 +31,20 @@ def paper_drafter(target: str, num_categories: int) -> DBlastDrafter:
         return DBlastDrafter(DBlastConfig(**SHAPES[target], **_COMMON, **taps, num_categories=num_categories))
 
 
+def parameter_row(target: str, drafter: DBlastDrafter) -> dict:
+    """A row of Table 1: parameters that a drafter's category heads add, and those of the rest."""
+    added = drafter.category_parameters()
+    base = drafter.num_parameters() - added
+    return {
+        "target": target,
+        "hidden_size": drafter.config.hidden_size,
+        "K": drafter.config.num_categories,
+        "added_parameters": added,
+        "drafter_parameters": base,
+        "percent_of_drafter": 100 * added / base,
+    }
+
+
 def parameters_at_paper_scale(num_categories: int = 4) -> pd.DataFrame:
     """Table 1's counts for the paper's targets: the columns of :func:`dblast.reproduction.results.collect_parameters`."""
-    rows = []
-    for target, shape in SHAPES.items():
-        drafter = paper_drafter(target, num_categories)
-        added = drafter.category_parameters()
-        base = sum(p.numel() for p in drafter.parameters()) - added
-        rows.append(
-            {
-                "target": target,
-                "hidden_size": shape["hidden_size"],
-                "K": num_categories,
-                "added_parameters": added,
-                "drafter_parameters": base,
-                "percent_of_drafter": 100 * added / base,
-            }
-        )
-    return pd.DataFrame(rows)
+    return pd.DataFrame([parameter_row(target, paper_drafter(target, num_categories)) for target in SHAPES])

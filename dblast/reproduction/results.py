@@ -34,6 +34,7 @@ from dblast.reproduction.experiments import (
 from dblast.reproduction.language import synthetic
 from dblast.reproduction.latency import collect_latency
 from dblast.reproduction.online import collect_online
+from dblast.reproduction.paper_shapes import parameter_row
 from dblast.reproduction.paths import RESULTS, ROOT
 from dblast.reproduction.plans import Plan, Profile
 from dblast.reproduction.stages import digest, locked, write_json
@@ -98,21 +99,8 @@ def collect_parameters(plan: Plan) -> pd.DataFrame:
     """Table 1 for this plan's drafter, counted on real modules: added parameters for each K."""
     target = open_target(plan)
     drafter = open_drafter(prepare_pretrained(plan), target)
-    base = sum(p.numel() for p in drafter.parameters()) - drafter.category_parameters()
-    rows = []
-    for k in sorted({variant.K for variant in plan.variants}):
-        added = drafter.with_categories(k, 0).category_parameters()
-        rows.append(
-            {
-                "target": plan.label,
-                "hidden_size": drafter.config.hidden_size,
-                "K": k,
-                "added_parameters": added,
-                "drafter_parameters": base,
-                "percent_of_drafter": 100 * added / base,
-            }
-        )
-    return pd.DataFrame(rows)
+    counts = sorted({variant.K for variant in plan.variants})
+    return pd.DataFrame([parameter_row(plan.label, drafter.with_categories(k, 0)) for k in counts])
 
 
 # -- the kept files ------------------------------------------------------------------------------

@@ -228,46 +228,47 @@ def paper_gains() -> pd.DataFrame:
     return gains.drop(columns="DFlash").reset_index().melt(["target", "setting"], var_name="method", value_name="gain")
 
 
-def _gains_before_paper(gains: str) -> list[str]:
-    """Column order of tables 3 and 4, whose first line has no gain either."""
-    return ["accepted length", gains, f"{gains}: seed spread", "paper", "paper gain"]
+class _Ablation:
+    """Lines of tables 3 and 4: every variant beside the paper's, with its gain over the one it is compared with."""
 
+    def __init__(self, gain: str) -> None:
+        self.gains, self.lines = _Gains(gain), []
 
-def _chosen_low(scores: pd.DataFrame, target: str) -> pd.DataFrame:
-    rows = held_out_at_chosen(scores[scores.target == target])
-    return rows[rows.setting == "low"]
+    def add(self, names: dict, ours: pd.DataFrame, base: pd.DataFrame, printed: float, printed_base: float) -> None:
+        line = names | {"accepted length": plus_minus(accepted_length(ours, macro=True))}
+        gain = ""
+        if not ours.equals(base):
+            line |= self.gains.cells(ours, base)
+            gain = f"{100 * (printed / printed_base - 1):+.1f} %"
+        self.lines.append(line | {"paper": f"{printed:.2f}", "paper gain": gain})
+
+    def display(self, names: list[str]) -> pd.DataFrame:
+        # The first line has no gain, which would put those columns last.
+        shown = self.gains.shown
+        columns = ["accepted length", shown, f"{shown}: seed spread", "paper", "paper gain"]
+        return pd.DataFrame(self.lines).fillna("").set_index(names)[columns]
 
 
 def table3(scores: pd.DataFrame, target: str) -> Table:
     """Table 3: number of categories by loss at the low-determinism setting, gain over K = 1 of the same loss."""
-    rows = _chosen_low(scores, target)
-    rows = rows[rows.construction == "all_prefixes"]
+    rows = held_out_at_chosen(scores[scores.target == target])
+    rows = rows[(rows.setting == "low") & (rows.construction == "all_prefixes")]
     paper = read_paper("table3_categories")
-    gains = _Gains("gain over K = 1 (%)")
-    lines = []
+    ablation = _Ablation("gain over K = 1 (%)")
     for loss in ("NLL", "AL"):
         base = rows[(rows.loss == loss) & (rows.K == 1)]
         printed = paper[paper.loss == loss].set_index("K").accepted_length
         for k in sorted(rows.K.unique()):
             ours = rows[(rows.loss == loss) & (rows.K == k)]
-            lines.append(
-                {
-                    "loss": loss,
-                    "K": k,
-                    "accepted length": plus_minus(accepted_length(ours, macro=True)),
-                    **({} if k == 1 else gains.cells(ours, base)),
-                    "paper": f"{printed[k]:.2f}",
-                    "paper gain": "" if k == 1 else f"{100 * (printed[k] / printed[1] - 1):+.1f} %",
-                }
-            )
+            ablation.add({"loss": loss, "K": k}, ours, base, printed[k], printed[1])
     return Table(
         f"table3_{target}",
         f"Table 3 ({target})",
         f"Accepted length by number of categories, low determinism, held-out prompts (n = {rows.prompt_id.nunique()}), "
         f"{seeds_in_words(rows.seed.nunique())}, Z_T chosen on the calibration split; ± one standard error over prompts; {BRACKETS}; "
         "paper: Qwen3-4B.",
-        gains.beside(accepted_length_rows(rows)),
-        pd.DataFrame(lines).fillna("").set_index(["loss", "K"])[_gains_before_paper(gains.shown)],
+        ablation.gains.beside(accepted_length_rows(rows)),
+        ablation.display(["loss", "K"]),
     )
 
 
@@ -277,31 +278,21 @@ def table4(scores: pd.DataFrame, target: str, category_temperature: float = 1.0)
     rows = rows[(rows.loss == "AL") & rows.K.isin([1, 4])]
     rows = rows[(rows.K == 1) | (rows.category_temperature == category_temperature)]
     paper = read_paper("table4_al_construction").set_index(["K", "variant"]).accepted_length
-    gains = _Gains("gain over whole block (%)")
-    lines = []
+    ablation = _Ablation("gain over whole block (%)")
     for k in (1, 4):
         base = rows[(rows.K == k) & (rows.construction == "whole_block")]
         for construction in ("whole_block", "one_prefix", "all_prefixes"):
             ours = rows[(rows.K == k) & (rows.construction == construction)]
-            whole = construction == "whole_block"
-            lines.append(
-                {
-                    "K": k,
-                    "construction": construction.replace("_", " "),
-                    "accepted length": plus_minus(accepted_length(ours, macro=True)),
-                    **({} if whole else gains.cells(ours, base)),
-                    "paper": f"{paper[k, construction]:.2f}",
-                    "paper gain": "" if whole else f"{100 * (paper[k, construction] / paper[k, 'whole_block'] - 1):+.1f} %",
-                }
-            )
+            names = {"K": k, "construction": construction.replace("_", " ")}
+            ablation.add(names, ours, base, paper[k, construction], paper[k, "whole_block"])
     return Table(
         f"table4_{target}",
         f"Table 4 ({target})",
         f"Accepted length by construction of the AL loss, low determinism, Z_T = {category_temperature}, held-out prompts "
         f"(n = {rows.prompt_id.nunique()}), {seeds_in_words(rows.seed.nunique())}; ± one standard error over prompts; {BRACKETS}; "
         "paper: Qwen3-8B on GSM8K.",
-        gains.beside(accepted_length_rows(rows)),
-        pd.DataFrame(lines).fillna("").set_index(["K", "construction"])[_gains_before_paper(gains.shown)],
+        ablation.gains.beside(accepted_length_rows(rows)),
+        ablation.display(["K", "construction"]),
     )
 
 

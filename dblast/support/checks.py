@@ -1,4 +1,4 @@
-"""Arguments and numbers that cannot work are refused here, each in one line that says what to give instead.
+"""Arguments and numbers that cannot work are refused here by DBlastError, in one line that says what to give instead.
 
 NaN passes every comparison, so nothing is tested with ``<`` alone before it is known to be finite.
 """
@@ -18,11 +18,7 @@ from dblast.errors import DBlastError
 
 
 def check_number(name: str, value: Any, least: float = -math.inf) -> None:
-    """Refuse what is no finite number, or lies below ``least``.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse what is no finite number, or lies below ``least``."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
         raise DBlastError(f"{name} must be a number, got {type(value).__name__}")
     try:
@@ -41,11 +37,7 @@ def is_whole(value: Any) -> bool:
 
 
 def check_whole(name: str, value: Any, least: int) -> None:
-    """Refuse what is no integer, or lies below ``least``.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse what is no integer, or lies below ``least``."""
     if not is_whole(value):
         raise DBlastError(f"{name} must be an integer, got {value!r}")
     if value < least:
@@ -53,11 +45,7 @@ def check_whole(name: str, value: Any, least: int) -> None:
 
 
 def check_finite(values: Tensor, what: str) -> None:
-    """Refuse NaN and infinities in a tensor of any shape; ``what`` names it, as a plural.
-
-    Raises:
-        DBlastError: see above.
-    """
+    """Refuse NaN and infinities in a tensor of any shape; ``what`` names it, as a plural."""
     if not bool(torch.isfinite(values).all()):
         raise DBlastError(f"{what} hold NaN or infinity; check the weights, and the dtype the model runs in")
 

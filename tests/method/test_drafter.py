@@ -6,35 +6,26 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import LlamaConfig, Qwen3Config
-from transformers.models.llama.modeling_llama import (
-    LlamaDecoderLayer,
-    LlamaRotaryEmbedding,
-    apply_rotary_pos_emb,
-)
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from dblast.backbone import DraftLayer, packed_mask, rotary, rotate
-from dblast.backbone import DBlastConfig, default_taps
+from dblast.backbone import DBlastConfig, DraftLayer, default_taps, packed_mask, rotary, rotate
 from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
 from dblast.reproduction.paper_shapes import parameters_at_paper_scale
-from tests.checks import one_line
-from tests.helpers import assert_greedy, assert_same_computation, move_in_memory, target_logits
-
-VOCABULARY_SIZE = 40
-MASK = 3
-
+from tests.checks import refused
+from tests.conftest import MASK_TOKEN_ID as MASK, VOCABULARY_SIZE, seeded
+from tests.helpers import assert_greedy, assert_same_computation, generator, move_in_memory, target_logits
 
 def blocks(seed: int = 0, batch: int = 2, anchors: int = 3, length: int = 12, width: int = 64) -> dict:
     """Random inputs of a packed pass; every anchor lies inside its sequence."""
-    generator = torch.Generator().manual_seed(seed)
+    rng = generator(seed)
     lengths = torch.tensor([length, length - 4, length - 7][:batch])
     return {
-        "anchor_tokens": torch.randint(4, VOCABULARY_SIZE, (batch, anchors), generator=generator),
-        "anchor_positions": torch.stack([torch.randperm(int(n) + 1, generator=generator)[:anchors] for n in lengths]),
-        "features": torch.randn(batch, length, width, generator=generator),
+        "anchor_tokens": torch.randint(4, VOCABULARY_SIZE, (batch, anchors), generator=rng),
+        "anchor_positions": torch.stack([torch.randperm(int(n) + 1, generator=rng)[:anchors] for n in lengths]),
+        "features": torch.randn(batch, length, width, generator=rng),
         "context_lengths": lengths,
     }
 
@@ -91,26 +82,21 @@ def test_default_taps_are_distinct_layers_of_the_target(target_layers, draft_lay
 def test_unusable_configuration_is_refused_by_check_and_by_the_model(settings, words):
     config = DBlastConfig(**({"dflash_config": {"mask_token_id": MASK}} | settings))
     for use in (config.check, lambda: DBlastDrafter(config)):
-        with pytest.raises(DBlastError) as error:
+        with refused(*words):
             use()
-        one_line(error, *words)
 
 
 @pytest.mark.parametrize(
     "settings, words",
     [
         ({"block_length": 0}, ["block length b", "0"]),
-        ({"num_categories": -1}, ["(K) must not be negative", "-1"]),
-        ({"mask_token_id": None}, ["mask_token_id", "not set"]),
         ({"mask_token_id": VOCABULARY_SIZE}, ["mask_token_id 40"]),
-        ({"target_layer_ids": [7]}, ["[7]", "4 layers"]),
     ],
 )
 def test_for_target_refuses_what_cannot_work(llama, settings, words):
     settings = dict(num_layers=2, block_length=3, mask_token_id=MASK) | settings
-    with pytest.raises(DBlastError) as error:
+    with refused(*words):
         DBlastConfig.for_target(llama.model.config, **settings)
-    one_line(error, *words)
 
 
 def test_for_target_takes_the_shape_of_a_llama_target(llama):
@@ -129,14 +115,8 @@ def test_for_target_takes_the_shape_of_a_qwen3_target(qwen3):
 
 
 def test_for_target_obeys_given_taps_and_qk_norm(llama):
-    config = DBlastConfig.for_target(
-        llama.model.config,
-        num_layers=1,
-        block_length=2,
-        mask_token_id=MASK,
-        target_layer_ids=[3, 0],
-        use_qk_norm=True,
-    )
+    chosen = dict(mask_token_id=MASK, target_layer_ids=[3, 0], use_qk_norm=True)
+    config = DBlastConfig.for_target(llama.model.config, num_layers=1, block_length=2, **chosen)
     assert config.target_layer_ids == [3, 0] and config.use_qk_norm
 
 
@@ -169,9 +149,8 @@ def test_rope_base_is_read_from_either_spelling():
 
 
 def test_scaled_rope_is_refused():
-    with pytest.raises(DBlastError) as error:
+    with refused("'yarn'"):
         DBlastConfig(rope_parameters={"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0})
-    one_line(error, "'yarn'")
 
 
 def test_configurations_do_not_share_their_dflash_settings():
@@ -203,17 +182,13 @@ def test_parameter_names_are_the_published_ones(llama, make_drafter, qk_norm, nu
     assert set(drafter.state_dict()) == documented_names(2, qk_norm, num_categories > 0)
 
 
-@pytest.mark.parametrize("num_categories", [1, 2, 5])
+@pytest.mark.parametrize("num_categories", [0, 1, 2, 5])
 def test_added_parameters_follow_the_formula(llama, make_drafter, num_categories):
     drafter = make_drafter(llama, num_categories=num_categories)
     k, h = num_categories, 32
     assert drafter.category_parameters() == k * h**2 + 2 * k * h + k
     without = make_drafter(llama, num_categories=0)
     assert drafter.num_parameters() - without.num_parameters() == drafter.category_parameters()
-
-
-def test_no_category_heads_add_no_parameters(llama, make_drafter):
-    assert make_drafter(llama, num_categories=0).category_parameters() == 0
 
 
 @pytest.mark.parametrize(
@@ -239,9 +214,7 @@ def fresh(target, num_categories: int) -> DBlastDrafter:
     """A drafter exactly as the constructor leaves it."""
     config = DBlastConfig.for_target(target.model.config, num_layers=2, block_length=3, mask_token_id=MASK)
     config.num_categories = num_categories
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return DBlastDrafter(config).eval().attach(target.model)
+    return seeded(0, lambda: DBlastDrafter(config)).eval().attach(target.model)
 
 
 def test_fresh_expander_barely_perturbs_the_logits(llama):
@@ -346,7 +319,7 @@ def test_no_gradient_reaches_another_blocks_anchor_embedding(llama, make_drafter
 
 def test_every_slot_attends_to_later_slots_of_its_block(llama, make_drafter):
     drafter = make_drafter(llama, num_categories=0)
-    embedding = torch.randn(1, 4, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    embedding = torch.randn(1, 4, 32, generator=generator(0), requires_grad=True)
     cos_sin = rotary(torch.arange(4)[None], 8, 10_000.0)
     empty = (torch.zeros(1, 2, 0, 8), torch.zeros(1, 2, 0, 8))
     first = drafter.layers[0](embedding, cos_sin, empty, None)[0, 0].sum()
@@ -412,24 +385,16 @@ def test_attention_mask_without_lengths_allows_the_whole_context():
     assert torch.equal(packed_mask(positions, 5, 2), packed_mask(positions, 5, 2, torch.tensor([5])))
 
 
-def test_drafter_without_target_says_what_to_call(llama):
-    config = DBlastConfig.for_target(llama.model.config, num_layers=1, block_length=3, mask_token_id=MASK)
-    with pytest.raises(DBlastError) as error:
-        DBlastDrafter(config)(**blocks(width=32))
-    one_line(error, "attach(target)")
-
-
 # -- agreement with transformers -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("theta", [10_000.0, 1_000_000.0])
 def test_rotary_equals_transformers(theta):
-    generator = torch.Generator().manual_seed(0)
+    rng = generator(0)
     rope = {"rope_type": "default", "rope_theta": theta}
     config = LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=16, rope_parameters=rope)
-    positions = torch.randint(0, 5_000, (2, 7), generator=generator)
-    queries = torch.randn(2, 4, 7, 16, generator=generator)
-    keys = torch.randn(2, 2, 7, 16, generator=generator)
+    positions = torch.randint(0, 5_000, (2, 7), generator=rng)
+    queries, keys = (torch.randn(2, heads, 7, 16, generator=rng) for heads in (4, 2))
     cos, sin = LlamaRotaryEmbedding(config)(queries, positions)
     expected = apply_rotary_pos_emb(queries, keys, cos, sin)
     cos_sin = rotary(positions, 16, theta)
@@ -438,47 +403,26 @@ def test_rotary_equals_transformers(theta):
         torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=0)
 
 
+@pytest.mark.parametrize("context", [0, 5])
 @pytest.mark.parametrize("target_name, layer_class", [("llama", LlamaDecoderLayer), ("qwen3", Qwen3DecoderLayer)])
-def test_layer_without_context_equals_the_targets_layer_in_both_directions(request, target_name, layer_class):
+def test_layer_attends_like_the_targets_layer_in_both_directions(request, target_name, layer_class, context):
+    """With the normed inputs of earlier positions as context, the block's rows are those of the full layer."""
     target = request.getfixturevalue(target_name)
     theirs = target.model.model.layers[1]
     assert isinstance(theirs, layer_class)
     config = DBlastConfig.for_target(target.model.config, num_layers=1, block_length=3, mask_token_id=MASK)
     ours = DraftLayer(config)
     ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
-    positions = torch.arange(3, 9).expand(2, -1)
+    x, positions = torch.randn(2, 9, 32, generator=generator(0)), torch.arange(3, 12).expand(2, -1)
+    before, block = (rotary(part, config.head_dim, config.rope_theta) for part in positions.tensor_split([context], 1))
     with torch.no_grad():
         embeddings = target.model.model.rotary_emb(x, positions)
-        everything = torch.zeros(2, 1, 6, 6)
+        everything = torch.zeros(2, 1, 9, 9)
         expected = theirs(x, attention_mask=everything, position_ids=positions, position_embeddings=embeddings)
-        empty = torch.zeros(2, config.num_key_value_heads, 0, config.head_dim)
-        found = ours(x, rotary(positions, config.head_dim, config.rope_theta), (empty, empty), None)
+        seen = ours.self_attn.keys_values(ours.input_layernorm(x[:, :context]), before)
+        found = ours(x[:, context:], block, seen, None)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("target_name", ["llama", "qwen3"])
-def test_layer_with_context_attends_like_the_targets_layer(request, target_name):
-    """With the normed inputs of earlier positions as context, the block's rows are those of the full layer."""
-    target = request.getfixturevalue(target_name)
-    theirs = target.model.model.layers[0]
-    config = DBlastConfig.for_target(target.model.config, num_layers=1, block_length=3, mask_token_id=MASK)
-    ours = DraftLayer(config)
-    ours.load_state_dict(theirs.state_dict())
-    x = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(9)[None]
-    with torch.no_grad():
-        embeddings = target.model.model.rotary_emb(x, positions)
-        expected = theirs(
-            x, attention_mask=torch.zeros(1, 1, 9, 9), position_ids=positions, position_embeddings=embeddings
-        )
-        context = ours.self_attn.keys_values(
-            ours.input_layernorm(x[:, :5]), rotary(positions[:, :5], config.head_dim, config.rope_theta)
-        )
-        found = ours(x[:, 5:], rotary(positions[:, 5:], config.head_dim, config.rope_theta), context, None)
-    expected = expected[0] if isinstance(expected, tuple) else expected
-    torch.testing.assert_close(found, expected[:, 5:], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(found, expected[:, context:], atol=1e-5, rtol=1e-5)
 
 
 # -- category heads and q ------------------------------------------------------------------------
@@ -486,7 +430,7 @@ def test_layer_with_context_attends_like_the_targets_layer(request, target_name)
 
 def test_heads_follow_equation_13(llama, make_drafter):
     drafter = make_drafter(llama, num_categories=3)
-    hidden = torch.randn(2, 2, 4, 32, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(2, 2, 4, 32, generator=generator(0))
     with torch.no_grad():
         out = drafter.heads(hidden)
         flat = hidden.view(4, 4, 32)
@@ -500,57 +444,31 @@ def test_heads_follow_equation_13(llama, make_drafter):
 
 def test_without_categories_the_backbone_is_the_one_branch(llama, make_drafter):
     drafter = make_drafter(llama, num_categories=0)
-    hidden = torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(0))
+    hidden = torch.randn(5, 4, 32, generator=generator(0))
     out = drafter.heads(hidden)
     assert torch.equal(out.branch_hidden, hidden[:, None, 1:])
     assert torch.equal(out.log_prior(), torch.zeros(5, 1))
 
 
 def random_branches(k: int = 3) -> torch.Tensor:
-    return torch.randn(5, k, 3, 32, generator=torch.Generator().manual_seed(0))
+    return torch.randn(5, k, 3, 32, generator=generator(0))
 
 
+@pytest.mark.parametrize("draft_vocab_size", [0, 11])
 @pytest.mark.parametrize("target_name", ["llama", "qwen3"])
-def test_q_agrees_with_a_naive_product(request, make_drafter, target_name):
+def test_q_agrees_with_a_naive_product(request, make_drafter, target_name, draft_vocab_size):
+    """Of every token, those outside a draft vocabulary, which have no probability, included."""
     target = request.getfixturevalue(target_name)
-    drafter, hidden = make_drafter(target, num_categories=3), random_branches()
-    tokens = torch.randint(0, VOCABULARY_SIZE, (5, 3), generator=torch.Generator().manual_seed(1))
+    drafter, hidden = make_drafter(target, num_categories=3, draft_vocab_size=draft_vocab_size), random_branches()
     naive = torch.einsum("nkbh,vh->nkbv", hidden, target.model.get_output_embeddings().weight)
-    torch.testing.assert_close(drafter.logits(hidden), naive, atol=1e-5, rtol=1e-5)
-    log_q = F.log_softmax(naive, -1)
-    expected = torch.stack([log_q[n, :, range(3), tokens[n]] for n in range(5)])
-    torch.testing.assert_close(drafter.log_q(hidden, tokens), expected, atol=1e-5, rtol=1e-5)
+    if draft_vocab_size:
+        outside = torch.ones(VOCABULARY_SIZE, dtype=torch.bool).index_fill(0, drafter.draft_token_ids, False)
+        naive = naive.masked_fill(outside, -torch.inf)
+    torch.testing.assert_close(target_logits(drafter, hidden), naive, atol=1e-5, rtol=1e-5)
+    log_q, every = naive.log_softmax(-1), torch.arange(VOCABULARY_SIZE).expand(5, 3, -1)
+    torch.testing.assert_close(drafter.log_q(hidden, every), log_q, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(drafter.log_q(hidden, every[..., 7]), log_q[..., 7], atol=1e-5, rtol=1e-5)
     assert_greedy(drafter.greedy_tokens(hidden), naive)
-
-
-def test_draft_vocabulary_gives_other_tokens_no_probability(llama, make_drafter):
-    drafter, hidden = make_drafter(llama, num_categories=2, draft_vocab_size=11), random_branches(2)
-    kept = drafter.draft_token_ids
-    total = torch.zeros(5, 2, 3)
-    for token in range(VOCABULARY_SIZE):
-        log_q = drafter.log_q(hidden, torch.full((5, 3), token))
-        assert bool(log_q.isfinite().all()) == (token in kept)
-        assert token in kept or bool((log_q == float("-inf")).all())
-        total += log_q.exp()
-    torch.testing.assert_close(total, torch.ones_like(total))
-
-
-def test_draft_vocabulary_keeps_relative_probabilities(llama, make_drafter):
-    drafter, hidden = make_drafter(llama, num_categories=2, draft_vocab_size=11), random_branches(2)
-    kept = drafter.draft_token_ids
-    full = torch.einsum("nkbh,vh->nkbv", hidden, llama.model.get_output_embeddings().weight)[..., kept]
-    expected = full.log_softmax(-1)
-    for slot, token in enumerate(kept.tolist()):
-        found = drafter.log_q(hidden, torch.full((5, 3), token))
-        torch.testing.assert_close(found, expected[..., slot], atol=1e-5, rtol=1e-5)
-
-
-def test_draft_vocabulary_proposes_target_ids(llama, make_drafter):
-    drafter, hidden = make_drafter(llama, num_categories=2, draft_vocab_size=11), random_branches(2)
-    full = torch.einsum("nkbh,vh->nkbv", hidden, llama.model.get_output_embeddings().weight)
-    outside = torch.ones(VOCABULARY_SIZE, dtype=torch.bool)
-    outside[drafter.draft_token_ids] = False
-    assert_greedy(drafter.greedy_tokens(hidden), full.masked_fill(outside, float("-inf")))
 
 
 @pytest.mark.parametrize("limit", [1, 100, 2**22])
@@ -562,10 +480,11 @@ def test_greedy_tokens_in_parts_are_the_same(llama, make_drafter, monkeypatch, l
     assert_greedy(drafter.greedy_tokens(hidden), logits)
 
 
-def test_most_likely_is_the_first_of_equals():
-    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [-torch.inf, -2.0, -1.0]], requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_most_likely_is_the_first_of_equals(dtype):
+    logits = torch.tensor([[1.0, 3.0, 3.0], [0.0, 0.0, 0.0], [-torch.inf, -2.0, -1.0]], requires_grad=True).to(dtype)
     assert most_likely(logits).tolist() == [1, 0, 2]
-    assert most_likely(logits.view(3, 1, 3)).shape == (3, 1)
+    assert most_likely(logits.view(3, 1, 3)).shape == (3, 1) and most_likely(logits[0]).shape == ()
 
 
 def test_gradient_of_log_q_is_finite_with_tokens_outside_the_draft_vocabulary(llama, make_drafter):
@@ -580,9 +499,8 @@ def test_gradient_of_log_q_is_finite_with_tokens_outside_the_draft_vocabulary(ll
 @pytest.mark.parametrize("ids", [[1, 2], [1, 1, 2], [1, 2, VOCABULARY_SIZE], [-1, 2, 3]])
 def test_unusable_draft_vocabulary_is_refused(llama, make_drafter, ids):
     drafter = make_drafter(llama, draft_vocab_size=3)
-    with pytest.raises(DBlastError) as error:
+    with refused("vocabulary"):
         drafter.set_draft_vocabulary(torch.tensor(ids))
-    one_line(error, "vocabulary")
 
 
 def test_changing_the_draft_vocabulary_does_not_leave_old_rows_of_the_head(llama, make_drafter):
@@ -594,25 +512,10 @@ def test_changing_the_draft_vocabulary_does_not_leave_old_rows_of_the_head(llama
     torch.testing.assert_close(drafter.attach(llama.model).logits(hidden), full, atol=1e-5, rtol=1e-5)
 
 
-def test_category_prior_divides_by_the_temperature():
-    logits = torch.tensor([[0.0, 1.0, 3.0]])
-    torch.testing.assert_close(log_category_prior(logits, 0.5), F.log_softmax(2 * logits, -1))
-
-
-def test_category_prior_at_zero_is_the_first_largest():
-    prior = log_category_prior(torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 1.0]]), 0.0)
-    assert torch.equal(prior.exp(), torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
-
-
-def test_category_prior_far_up_is_uniform():
-    prior = log_category_prior(torch.tensor([[1.0, -3.0, 2.0, 0.0]]), 1e6)
-    torch.testing.assert_close(prior.exp(), torch.full((1, 4), 0.25), atol=1e-5, rtol=0)
-
-
-def test_negative_category_temperature_is_refused():
-    with pytest.raises(DBlastError) as error:
-        log_category_prior(torch.zeros(1, 2), -0.1)
-    one_line(error, "-0.1")
+def test_category_prior_divides_by_the_temperature_and_at_zero_is_the_first_largest():
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 5.0, 1.0]])
+    torch.testing.assert_close(log_category_prior(logits, 0.5), (2 * logits).log_softmax(-1))
+    assert torch.equal(log_category_prior(logits, 0.0).exp(), torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]]))
 
 
 # -- the target's tables -------------------------------------------------------------------------
@@ -629,17 +532,8 @@ def test_negative_category_temperature_is_refused():
 def test_attach_refuses_another_target(llama, change, words):
     shape = dict(hidden_size=32, vocab_size=40, num_target_layers=4, num_attention_heads=4)
     config = DBlastConfig(**(shape | change), dflash_config={"mask_token_id": MASK})
-    with pytest.raises(DBlastError) as error:
+    with refused(*words):
         DBlastDrafter(config).attach(llama.model)
-    one_line(error, *words)
-
-
-def test_training_leaves_the_targets_tables_alone(llama, make_drafter):
-    drafter = make_drafter(llama)
-    out = drafter(**blocks())
-    drafter.log_q(out.branch_hidden, torch.zeros(6, 3, dtype=torch.long)).sum().backward()
-    assert llama.model.get_input_embeddings().weight.grad is None
-    assert not any("embed" in name or "head" in name for name, _ in drafter.named_parameters())
 
 
 # -- saving and loading --------------------------------------------------------------------------
@@ -679,22 +573,6 @@ def test_save_and_load_keep_every_bit_of_the_weights_wherever_they_lie_in_memory
         assert_same_computation(actual, wanted)
 
 
-def test_saved_file_holds_neither_embedding_nor_head(llama, make_drafter, tmp_path):
-    from safetensors import safe_open
-
-    make_drafter(llama, num_categories=2).save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert set(file.keys()) == documented_names(2, qk_norm=False, categories=True)
-
-
-def test_loading_in_bfloat16_keeps_the_weights(llama, make_drafter, tmp_path):
-    drafter = make_drafter(llama, num_categories=2)
-    drafter.to(torch.bfloat16).save_pretrained(tmp_path)
-    loaded = DBlastDrafter.from_pretrained(tmp_path, dtype=torch.bfloat16)
-    for name, value in drafter.state_dict().items():
-        assert torch.equal(value, loaded.state_dict()[name])
-
-
 @pytest.mark.parametrize("draft_vocab_size", [0, 12])
 def test_large_tables_of_logits_are_never_held_and_give_the_same(llama, make_drafter, monkeypatch, draft_vocab_size):
     """The tiled path, taken above a size, equals the plain one in values and gradients."""
@@ -702,9 +580,9 @@ def test_large_tables_of_logits_are_never_held_and_give_the_same(llama, make_dra
     for limit in (2**23, 0):
         monkeypatch.setattr("dblast.drafter.PLAIN_LOGITS", limit)
         drafter = make_drafter(llama, draft_vocab_size=draft_vocab_size)
-        generator = torch.Generator().manual_seed(5)
-        hidden = torch.randn(6, 2, 3, 32, generator=generator).transpose(1, 2).transpose(1, 2).requires_grad_()
-        tokens = torch.randint(40, (6, 3), generator=generator)
+        rng = generator(5)
+        hidden = torch.randn(6, 2, 3, 32, generator=rng).transpose(1, 2).transpose(1, 2).requires_grad_()
+        tokens = torch.randint(40, (6, 3), generator=rng)
         log_q = drafter.log_q(hidden, tokens)
         log_q.clamp(min=-60).pow(2).sum().backward()
         found.append((log_q.detach(), hidden.grad))

@@ -19,6 +19,7 @@ from tests.conftest import SHAPE, seeded
 from tests.helpers import (
     all_blocks,
     assert_close,
+    category_log_prior,
     generator,
     random_branches,
     random_log_prior,
@@ -76,6 +77,13 @@ def q_of_the_drawn_branch_soft(position_log_q, log_prior, category, column, *ids
     return replace(proposal, q_drafted=chosen.gather(-1, column.unsqueeze(-1)).squeeze(-1).exp())
 
 
+def residual_of_the_drawn_branch(branch_tokens, log_prior, category, original=proposals.greedy_branch_proposal):
+    """Acceptance from the mixture; the residual as if the drafted branch were the only one."""
+    proposal = original(branch_tokens, log_prior, category)
+    drawn = torch.nn.functional.one_hot(category, log_prior.shape[1]).to(log_prior.dtype).unsqueeze(-1)
+    return replace(proposal, posterior=drawn.expand_as(proposal.posterior))
+
+
 BOTH = ("greedy_branch", "soft")
 #: name -> (module, function, replacement, modes in which it is wrong)
 MUTANTS = {
@@ -84,6 +92,9 @@ MUTANTS = {
     "redrawn freely on a mismatch": (verifier, "residual_distribution", redraw_from_the_target, BOTH),
     "accepted with p": (verifier, "accept_ratio", accept_with_p, BOTH),
     "q of the drawn branch": (proposals, "greedy_branch_proposal", q_of_the_drawn_branch_greedy, ("greedy_branch",)),
+    "residual of the drawn branch": (
+        proposals, "greedy_branch_proposal", residual_of_the_drawn_branch, ("greedy_branch",)
+    ),
     "q of the drawn branch, soft": (proposals, "soft_proposal", q_of_the_drawn_branch_soft, ("soft",)),
 }
 #: The same for block verification.
@@ -107,15 +118,15 @@ def plant(monkeypatch, name):
 
 
 class ToyDrafter:
-    """Unrelated random float64 branches, prior and marginals after every prefix; ``draft`` is (T_d, k_d)."""
+    """Unrelated random float64 branches, prior (at Z_T) and marginals after every prefix; ``draft`` is (T_d, k_d)."""
 
-    def __init__(self, branches, length, vocabulary, depth, seed, draft=(1.0, 0)):
+    def __init__(self, branches, length, vocabulary, depth, seed, draft=(1.0, 0), temperature=1.0):
         rng = generator(seed)
         self.length, self.vocabulary, self.draft = length, vocabulary, draft
         self.parts = {
             prefix: (
                 random_branches(branches, length, vocabulary, rng),
-                random_log_prior(branches, rng),
+                category_log_prior(random_log_prior(branches, rng), temperature),
                 random_position_log_q(branches, length, vocabulary, rng),
             )
             for n in range(depth)
@@ -209,9 +220,9 @@ def emitted_law(target, drafter, prefix, room, mode, known, verification="token"
     return known[prefix]
 
 
-def largest_error(vocabulary, branches, length, emitted, mode, seed, zeros, verification="token", draft=(1.0, 0)):
+def largest_error(vocabulary, branches, length, emitted, mode, seed, zeros, verification="token", **drafting):
     target = random_target(vocabulary, emitted, generator(seed), zeros)
-    drafter = ToyDrafter(branches, length, vocabulary, emitted, seed + 1, draft)
+    drafter = ToyDrafter(branches, length, vocabulary, emitted, seed + 1, **drafting)
     law = emitted_law(target, drafter, (), emitted, mode, {}, verification)
     sequences = itertools.product(range(vocabulary), repeat=emitted)
     return max(abs(law.get(tokens, 0.0) - sequence_probability(target, tokens)) for tokens in sequences)
@@ -240,7 +251,15 @@ def test_joint_law_with_block_verification_is_that_of_the_target(vocabulary, len
 @pytest.mark.parametrize("branches", [1, 2, 3])
 def test_joint_law_at_any_draft_temperature_and_top_k_is_that_of_the_target(branches, draft, verification):
     for zeros in (False, True):
-        assert largest_error(3, branches, 2, 4, "soft", 5, zeros, verification, draft) < 1e-9
+        assert largest_error(3, branches, 2, 4, "soft", 5, zeros, verification, draft=draft) < 1e-9
+
+
+@pytest.mark.parametrize("verification", ["token", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("mode", BOTH)
+def test_joint_law_at_any_category_temperature_is_that_of_the_target(mode, temperature, verification):
+    for zeros in (False, True):
+        assert largest_error(3, 4, 2, 4, mode, 5, zeros, verification, temperature=temperature) < 1e-9
 
 
 @pytest.mark.parametrize("mode", BOTH)
@@ -382,26 +401,15 @@ def test_chi_square_knows_a_fair_from_a_loaded_die():
 
 
 @pytest.mark.parametrize(
-    ("mode", "branches", "settings", "eos"),
-    [
-        ("greedy_branch", 1, SamplingSettings(1.0), ()),
-        ("greedy_branch", 2, SamplingSettings(0.8, top_k=3), ()),
-        ("greedy_branch", 3, SamplingSettings(1.5, top_k=4, top_p=0.9), (2, 4)),
-        ("soft", 2, SamplingSettings(1.0, top_k=3), (0,)),
-        ("soft", 3, SamplingSettings(1.0), ()),
-        ("independent", 1, SamplingSettings(1.2, top_p=0.8), ()),
-    ],
-    ids=str,
-)
-def test_simulated_loop_has_the_joint_law_of_the_target(toy, make_drafter, mode, branches, settings, eos):
-    p_value, result = simulated_p_value(toy, make_drafter, mode, branches, settings, eos)
-    assert p_value > FAIR
-    assert 0.05 < result.accepted_length
-
-
-@pytest.mark.parametrize(
     ("mode", "branches", "settings", "eos", "drafting"),
     [
+        ("greedy_branch", 1, SamplingSettings(1.0), (), {}),
+        ("greedy_branch", 2, SamplingSettings(0.8, top_k=3), (), {}),
+        ("greedy_branch", 3, SamplingSettings(1.5, top_k=4, top_p=0.9), (2, 4), {}),
+        ("soft", 2, SamplingSettings(1.0, top_k=3), (0,), {}),
+        ("soft", 3, SamplingSettings(1.0), (), {}),
+        ("independent", 1, SamplingSettings(1.2, top_p=0.8), (), {}),
+        # Beyond the paper.
         ("soft", 3, SamplingSettings(1.0), (2,), {"draft_temperature": 0.4}),
         ("soft", 2, SamplingSettings(0.8, top_k=4), (), {"draft_temperature": 2.0, "draft_top_k": 2}),
         ("independent", 1, SamplingSettings(1.0), (), {"draft_temperature": 0.5, "draft_top_k": 3}),
@@ -411,7 +419,7 @@ def test_simulated_loop_has_the_joint_law_of_the_target(toy, make_drafter, mode,
     ],
     ids=str,
 )
-def test_simulated_loop_beyond_the_paper(toy, make_drafter, mode, branches, settings, eos, drafting):
+def test_simulated_loop_has_the_joint_law_of_the_target(toy, make_drafter, mode, branches, settings, eos, drafting):
     p_value, result = simulated_p_value(toy, make_drafter, mode, branches, settings, eos, **drafting)
     assert p_value > FAIR
     assert 0.05 < result.accepted_length

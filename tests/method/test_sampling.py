@@ -89,17 +89,11 @@ def test_leading_dimensions(name):
     assert ALL_SETTINGS[name].probabilities(logits[0, 0]).shape == (50,)
 
 
-def test_ties_at_the_kth_place_are_all_kept():
-    logits = torch.tensor([[3.0, 1.0, 1.0, 1.0, 0.0, 2.0]])
-    settings = SamplingSettings(top_k=3)
-    assert_same_law(settings, logits)
-    assert (settings.probabilities(logits) > 0).sum() == 5
-
-
-def test_ties_at_the_kth_place_widen_only_their_own_row():
+def test_ties_at_the_kth_place_are_all_kept_and_widen_only_their_own_row():
     logits = torch.stack([torch.tensor([3.0, 1.0, 1.0, 1.0, 0.0, 2.0]), torch.arange(6.0)])
     assert (SamplingSettings(top_k=3).probabilities(logits) > 0).sum(-1).tolist() == [5, 3]
-    assert_same_law(SamplingSettings(top_k=3, top_p=0.9), logits)
+    for settings in (SamplingSettings(top_k=3), SamplingSettings(top_k=3, top_p=0.9)):
+        assert_same_law(settings, logits)
 
 
 @pytest.mark.parametrize("top_k", [None, 20])
@@ -109,12 +103,6 @@ def test_ties_at_the_nucleus_boundary_are_cut_at_the_same_token(top_p, top_k, st
     assert_same_law(SamplingSettings(top_k=top_k, top_p=top_p), torch.zeros(1, 41))
     mixed = torch.tensor([[0.0, 1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0, -2.0, 1.0]])
     assert_same_law(SamplingSettings(top_k=top_k, top_p=top_p), mixed)
-
-
-@pytest.mark.parametrize("name", ALL_SETTINGS)
-def test_rows_sum_to_one(name):
-    total = ALL_SETTINGS[name].probabilities(random_logits(seed=5)).sum(-1)
-    assert_close(total, 1.0, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("name", ALL_SETTINGS)

@@ -1,9 +1,8 @@
-"""Verification against brute force, and the exact law of one speculative step."""
+"""Conditionals, acceptance and residual against brute force; the law that they add up to is in test_exact_law."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 
 import pytest
 import torch
@@ -36,7 +35,6 @@ from tests.helpers import (
     random_log_prior,
     random_position_log_q,
     random_target,
-    sequence_probability,
     soft_distribution,
     target_log_p,
 )
@@ -92,19 +90,6 @@ def test_greedy_branch_conditional_of_each_anchor_reads_its_own_branches():
         for row in zip(branches.tolist(), log_prior.exp().tolist(), tokens.tolist(), strict=True)
     ]
     assert_close(greedy_branch_conditional(branches, log_prior, tokens), expected, tolerance=1e-6)
-
-
-@pytest.mark.parametrize("prefix", [[], [0], [0, 1], [0, 2]])
-def test_greedy_branch_distribution_sums_to_one_on_drafted_prefixes(prefix):
-    prefix = torch.tensor(prefix, dtype=torch.long)
-    q = greedy_branch_distribution(SHARED, random_log_prior(4, generator(2)), prefix, vocab_size=5)
-    assert q.shape == (5,)
-    assert_close(q.sum(), 1.0)
-
-
-def test_greedy_branch_distribution_is_zero_on_prefixes_that_no_branch_has():
-    q = greedy_branch_distribution(SHARED, torch.zeros(4).log_softmax(-1), torch.tensor([1]), VOCABULARY)
-    assert (q == 0).all()
 
 
 def test_one_branch_is_a_point_mass_accepted_with_the_probability_of_its_token():
@@ -219,143 +204,6 @@ def test_soft_acceptance_is_the_ratio_of_conditionals():
         for i, token in enumerate(block.tolist()):
             q = float(soft_distribution(position_log_q, log_prior, block[:i])[token])
             assert_close(row[i], min(1.0, q / target[tuple(block[:i].tolist())][token]), tolerance=1e-5)
-
-
-class Step:
-    """One speculative step of the greedy-branch proposal; subclasses get one rule of verification wrong."""
-
-    def __init__(self, target, branches, log_prior, vocabulary):
-        self.target, self.branches, self.log_prior, self.vocabulary = target, branches, log_prior, vocabulary
-
-    def p(self, prefix):
-        return torch.tensor(self.target[prefix], dtype=torch.float64)
-
-    def q(self, prefix):
-        prefix = torch.tensor(prefix, dtype=torch.long)
-        return greedy_branch_distribution(self.branches, self.log_prior, prefix, self.vocabulary).double()
-
-    def accept(self, p, q, token):
-        return float(accept_ratio(p[token], q[token]))
-
-    def replacement(self, p, q, token):
-        return residual_distribution(p, q)
-
-    def outputs(self):
-        """(emitted tokens, probability) of every way that the step can end, category included."""
-        for z, branch in enumerate(self.branches.tolist()):
-            alive = math.exp(self.log_prior[z])
-            for i, token in enumerate(branch):
-                prefix = tuple(branch[:i])
-                p, q = self.p(prefix), self.q(prefix)
-                accept = self.accept(p, q, token)
-                for v, share in enumerate(self.replacement(p, q, token).tolist()):
-                    yield (*prefix, v), alive * (1 - accept) * share
-                alive *= accept
-            for v, share in enumerate(self.target[tuple(branch)]):
-                yield (*branch, v), alive * share
-
-    def law(self, length):
-        """Joint law of the first ``length`` tokens when plain target sampling follows the step."""
-        law = defaultdict(float)
-        for tokens, probability in self.outputs():
-            for block in all_blocks(self.vocabulary, length - len(tokens)).tolist():
-                sequence = (*tokens, *block)
-                law[sequence] += probability * sequence_probability(self.target, sequence, start=len(tokens))
-        return law
-
-
-class SoftmaxedResidual(Step):
-    def replacement(self, p, q, token):
-        return (p - q).clamp(min=0).softmax(-1)
-
-
-class ResidualNotNormalised(Step):
-    def replacement(self, p, q, token):
-        return (p - q).clamp(min=0)
-
-
-class AcceptGivenTheBranch(Step):
-    """Acceptance as if the drafted branch were the only one, min(1, p / 1); the residual is that of the marginal."""
-
-    def accept(self, p, q, token):
-        return float(p[token])
-
-
-class ResidualGivenTheBranch(Step):
-    """Acceptance from the marginal; the residual as if the drafted branch were the only one."""
-
-    def replacement(self, p, q, token):
-        return residual_distribution(p, torch.nn.functional.one_hot(torch.tensor(token), self.vocabulary).double())
-
-
-class RedrawFromTarget(Step):
-    def replacement(self, p, q, token):
-        return p
-
-
-MUTANTS = [
-    SoftmaxedResidual,
-    ResidualNotNormalised,
-    AcceptGivenTheBranch,
-    ResidualGivenTheBranch,
-    RedrawFromTarget,
-]
-
-
-def random_step(kind, vocabulary, length, branches, seed, temperature=1.0, zeros=False):
-    rng = generator(seed)
-    target = random_target(vocabulary, length + 1, rng, zeros)
-    tokens = random_branches(branches, length, vocabulary, rng)
-    log_prior = category_log_prior(random_log_prior(branches, rng), temperature)
-    return kind(target, tokens, log_prior, vocabulary)
-
-
-def largest_error(step, length):
-    law = step.law(length)
-    blocks = [tuple(block) for block in all_blocks(step.vocabulary, length).tolist()]
-    return max(abs(law[block] - sequence_probability(step.target, block)) for block in blocks)
-
-
-@pytest.mark.parametrize("zeros", [False, True], ids=["p > 0", "p with zeros"])
-@pytest.mark.parametrize("temperature", CATEGORY_TEMPERATURES)
-@pytest.mark.parametrize(("vocabulary", "length", "branches"), [(3, 3, 1), (3, 3, 3), (4, 2, 2), (4, 2, 4)])
-def test_one_step_then_target_sampling_has_the_law_of_the_target(vocabulary, length, branches, temperature, zeros):
-    for seed in range(3):
-        step = random_step(Step, vocabulary, length, branches, seed, temperature, zeros)
-        assert_close(sum(probability for _, probability in step.outputs()), 1.0)
-        assert largest_error(step, length + 1) < 1e-6
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_faulty_verification_breaks_the_law(mutant):
-    assert largest_error(random_step(Step, 3, 3, 3, seed=7), 4) < 1e-6
-    assert largest_error(random_step(mutant, 3, 3, 3, seed=7), 4) > 1e-3
-
-
-def test_soft_proposal_has_the_law_of_the_target():
-    """The same step with tokens sampled inside the branch: every block can be drafted, under every category."""
-    rng = generator(8)
-    target = random_target(VOCABULARY, LENGTH + 1, rng, zeros=True)
-    position_log_q, log_prior = random_position_log_q(2, LENGTH, VOCABULARY, rng), random_log_prior(2, rng)
-    law = defaultdict(float)
-    for z in range(2):
-        for block in all_blocks(VOCABULARY, LENGTH):
-            alive = float(log_prior[z].exp())
-            for i, token in enumerate(block):
-                alive *= float(position_log_q[z, i, token].exp())
-            for i, token in enumerate(block):
-                prefix = tuple(block[:i].tolist())
-                p = torch.tensor(target[prefix], dtype=torch.float64)
-                q = soft_distribution(position_log_q, log_prior, block[:i]).double()
-                accept = float(accept_ratio(p[token], q[token]))
-                for v, share in enumerate(residual_distribution(p, q).tolist()):
-                    for rest in all_blocks(VOCABULARY, LENGTH - 1 - i).tolist():
-                        sequence = (*prefix, v, *rest)
-                        law[sequence] += alive * (1 - accept) * share * sequence_probability(target, sequence, i + 1)
-                alive *= accept
-            law[tuple(block.tolist())] += alive
-    for block in all_blocks(VOCABULARY, LENGTH).tolist():
-        assert_close(law[tuple(block)], sequence_probability(target, tuple(block)), tolerance=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

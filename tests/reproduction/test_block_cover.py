@@ -103,31 +103,6 @@ def test_no_other_prior_accepts_more(zeros, seed):
         assert exact_accepted(branches, random_log_prior(4, generator(other)), blocks, log_p) <= bound + 1e-5
 
 
-def test_uniform_prior_accepts_less():
-    """Two phrases, one nine times as likely: a uniform prior wastes drafts on the rare one."""
-    blocks, weight = torch.tensor([[0, 0], [1, 1]]), torch.tensor([0.9, 0.1])
-    log_p = torch.tensor([[0.9, 1.0], [0.1, 1.0]], dtype=torch.float64).log()
-    branches, log_prior = best_blocks(blocks, weight, 2)
-    assert_close(log_prior.exp(), [0.9, 0.1])
-    assert_close(exact_accepted(branches, log_prior, blocks, log_p), 2.0, tolerance=1e-5)
-    uniform = torch.full((2,), -math.log(2), dtype=torch.float64)
-    # Emitted 0 is accepted with 0.5 / 0.9, emitted 1 always; then everything is.
-    assert_close(exact_accepted(branches, uniform, blocks, log_p), 2 * (0.5 + 0.1), tolerance=1e-5)
-
-
-def test_best_single_branch_is_neither_the_likeliest_block_nor_the_likeliest_tokens():
-    blocks = torch.tensor([[0, 2], [1, 0], [1, 1], [2, 2]])
-    weight = torch.tensor([0.32, 0.26, 0.22, 0.20])
-    branches, log_prior = best_blocks(blocks, weight, 1)
-    assert branches.tolist() == [[1, 0]]
-    assert_close(log_prior, [0.0], 1e-12)
-    assert_close(cover_value(branches, blocks, weight), (0.26 + 0.22) + 0.26)
-    likeliest = blocks[weight.argmax()].unsqueeze(0)
-    assert_close(cover_value(likeliest, blocks, weight), 0.32 + 0.32)
-    # Marginals (0.32, 0.48, 0.20) and (0.26, 0.22, 0.52): together a block that is never written.
-    assert_close(cover_value(torch.tensor([[1, 2]]), blocks, weight), 0.48)
-
-
 @each_seed
 def test_more_branches_cover_more_and_keep_the_first_ones(seed):
     blocks, _, weight = random_law(seed)
@@ -139,14 +114,6 @@ def test_more_branches_cover_more_and_keep_the_first_ones(seed):
     assert_close(values[-1], LENGTH, tolerance=1e-12)
     for count in range(1, len(blocks)):
         assert torch.equal(best_blocks(blocks, weight, count)[0], branches[:count])
-
-
-def test_prior_follows_the_target_through_the_trie():
-    blocks = torch.tensor([[0, 0], [0, 1], [0, 2], [1, 0], [2, 2]])
-    weight = torch.tensor([0.3, 0.1, 0.2, 0.2, 0.2])
-    branches = torch.tensor([[0, 0], [1, 0], [0, 1]])
-    # First token: 0.6 to 0.2; below 0: 0.3 to 0.1.
-    assert_close(trie_prior(branches, blocks, weight).exp(), [0.75 * 0.75, 0.25, 0.75 * 0.25])
 
 
 def test_prior_where_the_target_is_silent():

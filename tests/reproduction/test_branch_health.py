@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from statistics import mean
 
 import pytest
 import torch
 
 from dblast.reproduction.branch_health import branch_health, drafter_health
 from dblast.errors import DBlastError
+from tests.helpers import generator
 
 
 def test_equal_branches_that_are_used_equally():
@@ -18,37 +20,27 @@ def test_equal_branches_that_are_used_equally():
     assert [health[f"wins_{z}"] for z in (1, 2, 3, 4)] == [1, 0, 0, 0]
 
 
-def test_a_branch_for_every_block_is_in_use_although_each_block_has_one():
-    branches = torch.arange(4 * 4 * 2).view(4, 4, 2)
-    prior = torch.eye(4).clamp(min=1e-12).log()
-    health = branch_health(branches, prior)
-    assert health["effective_branches"] == pytest.approx(4)
-    assert health["branches_per_block"] == pytest.approx(1)
-    assert all(health[f"wins_{z}"] == 0.25 for z in (1, 2, 3, 4))
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_the_numbers_of_a_mixture_are_those_of_a_loop(k, seed):
+    """With branches that coincide in part and, of several, one that is never drawn."""
+    branches = torch.randint(2, (6, k, 2), generator=generator(seed))
+    prior = torch.rand(6, k, generator=generator(seed), dtype=torch.float64)
+    prior[:, 1:2] = 0
+    prior = prior / prior.sum(-1, keepdim=True)
+    rows = prior.tolist()
 
+    def perplexity(row):
+        return math.exp(-sum(p * math.log(p) for p in row if p > 0))
 
-def test_a_dead_branch_shows():
-    prior = torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]]).log()
-    health = branch_health(torch.arange(18).view(2, 3, 3), prior)
-    assert health["effective_branches"] == pytest.approx(2) == health["branches_per_block"]
-    assert health["wins_3"] == 0
-
-
-def test_distinct_tokens_and_blocks_are_counted():
-    one = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 4], [5, 2, 3]])
-    two = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 2, 3], [1, 2, 3]])
-    health = branch_health(torch.stack([one, two]), torch.full((2, 4), math.log(0.25)))
-    assert health["blocks"] == pytest.approx((3 + 1) / 2)
-    assert health["first_tokens"] == pytest.approx((2 + 1) / 2)
-
-
-def test_the_mean_prior_is_not_the_mean_entropy():
-    prior = torch.tensor([[0.9, 0.1], [0.3, 0.7]])
-    health = branch_health(torch.zeros(2, 2, 1, dtype=torch.long), prior.log())
-    entropy = [-sum(p * math.log(p) for p in row) for row in [[0.6, 0.4], [0.9, 0.1], [0.3, 0.7]]]
-    assert health["effective_branches"] == pytest.approx(math.exp(entropy[0]))
-    assert health["branches_per_block"] == pytest.approx((math.exp(entropy[1]) + math.exp(entropy[2])) / 2)
-    assert (health["wins_1"], health["wins_2"]) == (0.5, 0.5)
+    expected = {
+        "effective_branches": perplexity(prior.mean(0).tolist()),
+        "branches_per_block": mean([perplexity(row) for row in rows]),
+        "first_tokens": mean([len({branch[0] for branch in block}) for block in branches.tolist()]),
+        "blocks": mean([len(set(map(tuple, block))) for block in branches.tolist()]),
+    }
+    expected |= {f"wins_{z + 1}": mean([row[z] == max(row) for row in rows]) for z in range(k)}
+    assert branch_health(branches, prior.log()) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("shape", [((0, 2, 3), (0, 2)), ((2, 3), (2, 3)), ((2, 3, 4), (2, 4))])

@@ -4,17 +4,10 @@ import re
 
 import pytest
 
-from dblast.reproduction.captions import over_prompts, seeds_in_words, sizes, span
+from dblast.reproduction.captions import sizes, span
 from dblast.reproduction.paths import FIGURES
 
 CAPTIONS = sorted(path for profile in ("cpu", "losses", "sweeps") for path in (FIGURES / profile).glob("*.txt"))
-
-
-def test_seeds_are_named_where_there_are_several():
-    assert seeds_in_words(1) == "1 fine-tuning seed" and seeds_in_words(3) == "3 fine-tuning seeds"
-    assert over_prompts(1) == "prompts" and over_prompts(2) == "prompts and fine-tuning seeds"
-    assert over_prompts(1, paired=True) == "prompts (paired)"
-    assert over_prompts(3, paired=True) == "prompts (paired) and fine-tuning seeds"
 
 
 def test_sizes_and_ranges():

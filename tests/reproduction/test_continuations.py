@@ -20,7 +20,7 @@ from dblast.reproduction.diagnosis.oracle import blocks_accepted, independent_ac
 from dblast.replay import expected_accepted
 from dblast.sampling import SamplingSettings
 from dblast.verifier import greedy_branch_acceptance
-from tests.checks import one_line
+from tests.checks import refused
 from tests.helpers import all_blocks, assert_close, generator, random_target, sequence_probability, target_log_p
 from tests.helpers import ERRORS, assert_within_errors, frequency_error
 
@@ -72,19 +72,13 @@ def test_first_tokens_follow_the_target(llama):
         ({"continuations": float("nan")}, "continuations must be an integer"),
         ({"block_length": 0}, "block length b must be at least 1"),
         ({"block_length": 200}, "context limit"),
+        ({"prefixes": [torch.zeros(0, dtype=torch.long)]}, "no tokens"),
     ],
 )
 def test_bad_sizes_are_refused(llama, change, message):
-    sizes = {"continuations": 2, "block_length": 2} | change
+    arguments = {"prefixes": _prefixes(4), "continuations": 2, "block_length": 2} | change
     with pytest.raises(DBlastError, match=message):
-        sample_continuations(llama, _prefixes(4), SETTINGS, generator=generator(0), **sizes)
-
-
-def test_an_empty_prefix_is_refused(llama):
-    with pytest.raises(DBlastError, match="no tokens"):
-        sample_continuations(
-            llama, [torch.zeros(0, dtype=torch.long)], SETTINGS, continuations=1, block_length=1, generator=generator(0)
-        )
+        sample_continuations(llama, settings=SETTINGS, generator=generator(0), **arguments)
 
 
 # -- truncation points --------------------------------------------------------------------------
@@ -145,24 +139,21 @@ def test_a_damaged_shard_is_refused_by_name(llama, make_trajectory, tmp_path, da
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data[:50] if damage == "cut off" else data)
-    with pytest.raises(ArtefactError) as error:
+    with refused(str(path), "damaged", "delete", kind=ArtefactError):
         load_continuations(tmp_path) if finished else _store(llama, make_trajectory, tmp_path)
-    one_line(error, str(path), "damaged", "delete")
 
 
 def test_a_missing_shard_is_refused_by_name(llama, make_trajectory, tmp_path):
     _store(llama, make_trajectory, tmp_path)
     (tmp_path / "shard-00001.safetensors").unlink()
-    with pytest.raises(ArtefactError) as error:
+    with refused(str(tmp_path), "shard-00001.safetensors is missing", "delete", kind=ArtefactError):
         load_continuations(tmp_path)
-    one_line(error, str(tmp_path), "shard-00001.safetensors is missing", "delete")
 
 
 def test_a_folder_begun_with_other_places_is_refused(llama, make_trajectory, tmp_path):
     _store(llama, make_trajectory, tmp_path)
-    with pytest.raises(ArtefactError) as error:
+    with refused(str(tmp_path), "another run's", kind=ArtefactError):
         _store(llama, make_trajectory, tmp_path, count=4)
-    one_line(error, str(tmp_path), "another run's")
 
 
 # -- an enumerable target behind the estimates -----------------------------------------------------
@@ -191,6 +182,15 @@ def _exact(seed, vocabulary=3, length=3):
         )
 
     return target, blocks, log_p, weight, draw
+
+
+def _most_covered(target, blocks, count):
+    """The largest probability of all prefixes of so many blocks, by trying every set."""
+    worth = []
+    for some in itertools.combinations(blocks.tolist(), count):
+        prefixes = {tuple(block[: j + 1]) for block in some for j in range(3)}
+        worth.append(sum(sequence_probability(target, u) for u in prefixes))
+    return max(worth)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -231,9 +231,7 @@ def test_scoring_on_the_fitting_half_is_biased_upward():
 def test_blocks_chosen_from_few_samples_never_exceed_the_exact_optimum():
     """Their worth is exact, not estimated: choosing and scoring on the same sample cannot flatter them."""
     target, blocks, _, weight, draw = _exact(4)
-    best = max(
-        sum(sequence_probability(target, tuple(block[: j + 1])) for j in range(3)) for block in blocks.tolist()
-    )
+    best = _most_covered(target, blocks, 1)
     stored = draw(200, 4, generator(11))
     found = []
     for i in range(len(stored)):
@@ -262,16 +260,9 @@ def test_oracle_proposals_reach_their_exact_values_with_many_samples():
     sampled = (weight * expected_accepted((q / log_p.exp()).clamp(max=1.0))).sum()
     # Over 20 prefixes with 1500 continuations each, most of which differ between prefixes.
     assert_within_errors(table["independent, sampled"], sampled, 0.003)
-    best = max(
-        float(sum(sequence_probability(target, tuple(block[: j + 1].tolist())) for j in range(3))) for block in blocks
-    )
     # Exact whatever was sampled, as soon as the best blocks are among the 1500.
-    assert_close(table["best 1 block"], best, 1e-4)
-    pairs = itertools.combinations(blocks.tolist(), 2)
-    two = max(
-        sum(sequence_probability(target, u) for u in {tuple(b[: j + 1]) for b in pair for j in range(3)}) for pair in pairs
-    )
-    assert_close(table["best 2 blocks"], two, 1e-4)
+    assert_close(table["best 1 block"], _most_covered(target, blocks, 1), 1e-4)
+    assert_close(table["best 2 blocks"], _most_covered(target, blocks, 2), 1e-4)
 
 
 def test_splitting_needs_two_continuations():
@@ -317,19 +308,9 @@ def _points(values):
     for prompt, point, d, base, ours in values:
         for method, value in (("DFlash", base), ("DBlast", ours)):
             for seed, shift in ((0, -0.5), (1, 0.5)):
-                rows.append(
-                    {
-                        "target": "t",
-                        "split": "held_out",
-                        "prompt_id": prompt,
-                        "point": point,
-                        "determinism": d,
-                        "method": method,
-                        "seed": seed,
-                        "accepted_length": value + shift,
-                    }
-                )
-    return pd.DataFrame(rows)
+                rows.append((prompt, point, d, method, seed, value + shift))
+    columns = ["prompt_id", "point", "determinism", "method", "seed", "accepted_length"]
+    return pd.DataFrame(rows, columns=columns).assign(target="t", split="held_out")
 
 
 def test_bins_hold_every_point_once_and_average_seeds():

@@ -32,7 +32,7 @@ from dblast.support.progress import quiet_loading
 from dblast.targets import load_target
 from dblast.training import TrainingConfig, train
 from dblast.trajectories import EncodedPrompt, TrajectorySet, sample_trajectories
-from tests.checks import one_line
+from tests.checks import one_line, refused
 
 SETTINGS = SamplingSettings(temperature=1.0, top_k=20, top_p=0.95)
 PROMPTS = [EncodedPrompt("a", "chat", (1, 9, 17)), EncodedPrompt("b", "chat", (1, 5)), EncodedPrompt("c", "chat", (1, 7, 8))]
@@ -251,9 +251,8 @@ def test_a_pickle_in_the_place_of_an_artefact_is_never_opened(made, kind, form, 
         torch.save(Malicious(marker), artefact.path)
     else:
         artefact.path.write_bytes(pickle.dumps(Malicious(marker)))
-    with pytest.raises(DBlastError) as error:
+    with refused():
         artefact.open()
-    one_line(error)
     assert not marker.exists()
 
 
@@ -273,9 +272,8 @@ def test_pickled_weights_of_a_target_are_not_opened(llama, tmp_path, pickled):
     llama.model.save_pretrained(tmp_path / "model")
     llama.tokenizer.save_pretrained(tmp_path / "model")
     folder, marker = pickled(tmp_path / "model")
-    with pytest.raises(DBlastError) as error:
+    with refused(str(folder)):
         load_target(str(folder))
-    one_line(error, str(folder))
     assert not marker.exists()
 
 
@@ -283,9 +281,8 @@ def test_pickled_weights_of_a_target_are_not_opened(llama, tmp_path, pickled):
 def test_pickled_weights_of_a_drafter_are_not_opened(llama, make_drafter, tmp_path, pickled, load):
     make_drafter(llama, num_categories=0).save_pretrained(tmp_path / "drafter")
     folder, marker = pickled(tmp_path / "drafter")
-    with pytest.raises(DBlastError) as error:
+    with refused(str(folder)):
         load(folder, llama)
-    one_line(error, str(folder))
     assert not marker.exists()
 
 
@@ -300,9 +297,8 @@ def test_code_in_the_folder_of_a_target_is_not_run(llama, tmp_path):
     load_target(str(folder))
     config["model_type"] = "evil"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(DBlastError) as error:
+    with refused(str(folder)):
         load_target(str(folder))
-    one_line(error, str(folder))
     assert not marker.exists()
 
 

@@ -13,7 +13,6 @@ import torch
 from torch.nn.functional import one_hot
 
 from dblast.reproduction.diagnosis.process import (
-    DEFAULT_PROCESS,
     PROPOSALS,
     PhraseProcess,
     accepted_by_mixture,
@@ -66,14 +65,6 @@ def conditional_table(blocks, log_p):
     return {prefix: [row[v] for v in sorted(row)] for prefix, row in table.items()}
 
 
-def phrase_mixture(process):
-    """The process at temperature 1 as a mixture of one table per phrase."""
-    phrases = one_hot(torch.tensor(process.phrases), process.vocab_size).double()
-    tables = phrases * (1 - process.slip) + (1 - phrases) * process.slip / (process.vocab_size - 1)
-    prior = torch.tensor(process.weights, dtype=torch.float64)
-    return (prior / prior.sum()).log(), tables.log()
-
-
 def random_mixture(count, process, seed):
     rng = generator(seed)
     tables = random_position_log_q(count, process.block_length, process.vocab_size, rng)
@@ -116,17 +107,6 @@ def test_tempering_the_joint_instead_differs():
     blocks, log_p = TINY.law(1.0)
     faulty = (log_p.sum(-1) / 2).softmax(0)
     assert (faulty - weights(TINY.law(2.0)[1])).abs().max() > 1e-3
-
-
-def test_low_temperature_writes_one_block_and_high_temperature_noise():
-    blocks, log_p = TINY.law(0.02)
-    weight = weights(log_p)
-    assert weight.max() > 0.999
-    assert tuple(blocks[weight.argmax()].tolist()) == TINY.phrases[0]
-    assert early_determinism(log_p) > 0.999
-    _, log_p = TINY.law(1e6)
-    assert_close(entropy(log_p), 3 * math.log(3), tolerance=1e-6)
-    assert_close(early_determinism(log_p), (1 / 3 + 1 / 9 + 1 / 27) / 3, tolerance=1e-5)
 
 
 @each_temperature
@@ -324,24 +304,6 @@ def test_greedy_branches_accept_what_the_speculative_step_does(seed, temperature
     points = one_hot(branches, 3).double().log()
     assert_close(accepted_by_mixture(log_p, log_prior, points), expected, tolerance=1e-10)
     assert_close(accepted_sampled(blocks, log_p, log_prior, points), expected, tolerance=1e-5)
-
-
-def test_mixture_that_is_the_process_is_always_accepted():
-    for process in (TINY, DEFAULT_PROCESS):
-        blocks, log_p = process.law(1.0)
-        mixture = phrase_mixture(process)
-        assert_close(accepted_by_mixture(log_p, *mixture), process.block_length, tolerance=1e-12)
-        assert_close(accepted_sampled(blocks, log_p, *mixture), process.block_length, tolerance=1e-5)
-
-
-def test_independent_drafts_are_exact_in_the_limit_of_noise():
-    accepted = {}
-    for temperature in (1.0, 1e6):
-        blocks, log_p = TINY.law(temperature)
-        table = marginals(blocks, log_p).log().unsqueeze(0)
-        accepted[temperature] = accepted_sampled(blocks, log_p, torch.zeros(1, dtype=torch.float64), table)
-    assert accepted[1.0] < 2.5
-    assert_close(accepted[1e6], 3.0, tolerance=1e-4)
 
 
 def test_conditionals_of_some_blocks_only_are_refused():

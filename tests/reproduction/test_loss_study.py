@@ -1,36 +1,26 @@
 """Notebook 06's tables: numbers that can be computed by hand, pairing, and what is refused."""
 
 import matplotlib.pyplot as plt
-import numpy as np
-import pandas as pd
 import pytest
 
 from dblast.errors import DBlastError
 from dblast.reproduction.loss_study import LOSSES, loss_descriptions, loss_figure, loss_rows, loss_table, paired_losses
 from dblast.reproduction.objectives import OBJECTIVES
 from dblast.reproduction.profiles import OTHER_LOSSES, get_profile
-from tests.helpers import assert_close, macro_length, prompt_scores
+from tests.helpers import assert_close, macro_length, toy_scores
 
 #: Passes for 60 tokens of a prompt; every loss saves a share of them, the same for all prompts.
 SAVED = {"NLL": 0.0, "AL": 0.1, "TRUNC": -0.1, "KD": 0.0}
 
 
-def loss_scores(noise=0.0, seeds=(0,), settings=("low", "high")):
-    rng = np.random.default_rng(0)
-    passes = rng.uniform(20, 30, 12)
-    parts = []
+def loss_scores(**options):
+    variants = []
     for loss, saved in SAVED.items():
         for k in (1, 4):
-            for seed in seeds:
-                for setting in settings:
-                    for temperature in (0.0, 1.0) if k > 1 else (np.nan,):
-                        # Z_T = 1 is the better one, so that a mistaken choice shows.
-                        factor = (1 - saved - 0.05 * (k > 1)) * (1.2 if temperature == 0 else 1.0)
-                        method = "DFlash" if (k, loss) == (1, "NLL") else f"{loss} {k}"
-                        names = {"target": "toy", "method": method, "K": k, "loss": loss, "seed": seed}
-                        mine = passes * factor * (1 + noise * rng.normal(size=12))
-                        parts.append(prompt_scores(mine, setting, temperature, **names))
-    return pd.concat(parts, ignore_index=True), passes[4:]
+            method = "DFlash" if (k, loss) == (1, "NLL") else f"{loss} {k}"
+            names = {"target": "toy", "method": method, "K": k, "loss": loss}
+            variants.append((names, 1 - saved - 0.05 * (k > 1)))
+    return toy_scores(variants, **options)
 
 
 def test_lengths_and_gains_are_those_computed_macro_length():

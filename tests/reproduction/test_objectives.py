@@ -30,7 +30,7 @@ from dblast.reproduction.objectives import (
     position_mean,
     truncated_cross_entropy,
 )
-from tests.helpers import assert_close, assert_same_computation, generator, random_log_prior, soft_distribution
+from tests.helpers import assert_close, assert_same_computation, soft_distribution
 from tests.method.test_losses import IMPOSSIBLE, Case, gradients, mean
 
 VOCABULARY, LENGTH = 3, 3
@@ -259,15 +259,6 @@ def test_faulty_objectives_are_far_from_the_right_one(mutant, monkeypatch):
 # -- identities --------------------------------------------------------------------------------
 
 
-def test_truncated_cross_entropy_at_tau_zero_decays_linearly():
-    toy = Toy(1, seed=5)
-    expected = [
-        sum((LENGTH - i) * (log_p - log_q) for i, (log_p, log_q) in enumerate(zip(p, q[0], strict=True)))
-        for p, q in zip(toy.log_p.tolist(), toy.log_q.tolist(), strict=True)
-    ]
-    assert_close(truncated_cross_entropy(*toy.tensors, tau=0.0), mean(expected), tolerance=1e-5)
-
-
 @BRANCHES
 def test_d_pace_with_full_smoothing_is_the_untruncated_cross_entropy(branches):
     toy = Toy(branches, seed=6)
@@ -391,16 +382,6 @@ def test_cross_entropy_is_divergence_plus_entropy():
 
 
 @BRANCHES
-def test_left_to_right_terms_add_up(branches):
-    toy = Toy(branches, seed=18)
-    base = left_to_right_loss(*toy.tensors, toy.valid, focal_weight=0.0, chain_weight=0.0)
-    if branches == 1:
-        assert_close(base, decayed_cross_entropy(*toy.tensors[:2], toy.valid))
-    parts = [OBJECTIVES[name](*toy.tensors, toy.valid) for name in ("FOCAL", "CHAIN", "L2R")]
-    assert_close(parts[0] + parts[1] - base, parts[2], 1e-5)
-
-
-@BRANCHES
 def test_first_error_is_one_event_at_most(branches):
     toy = Toy(branches, seed=19)
     survives = log_realised_acceptance(*toy.tensors, toy.valid)[0].sum(-1).exp()
@@ -420,16 +401,6 @@ def test_first_error_is_one_event_at_most(branches):
 # -- every objective by name -------------------------------------------------------------------
 
 NAMES = pytest.mark.parametrize("name", OBJECTIVES)
-
-
-@NAMES
-def test_equal_branches_are_one_branch(name):
-    toy = Toy(1, seed=21)
-    prior = random_log_prior(3, generator(22)).expand(len(toy.blocks), -1)
-    one = OBJECTIVES[name](*toy.tensors, toy.valid, **toy.candidates)
-    repeated = {**toy.candidates, "log_q_candidates": toy.log_q_candidates.expand(-1, 3, -1, -1)}
-    three = OBJECTIVES[name](toy.log_q.expand(-1, 3, -1), prior, toy.log_p, toy.valid, **repeated)
-    assert_close(three, one, 1e-5)
 
 
 @NAMES

@@ -14,12 +14,12 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from dblast.errors import ArtefactError, DBlastError
+from dblast.errors import ArtefactError
 from dblast.reproduction import cli, progress, results
 from dblast.reproduction.paths import ROOT, use_empty_cache
 from dblast.reproduction.profiles import get_profile
 from dblast.reproduction.results import open_table, read_provenance
-from tests.checks import one_line
+from tests.checks import one_line, refused
 
 PROFILE = get_profile("smoke")
 
@@ -65,17 +65,15 @@ def test_a_table_of_another_plan_is_refused(folder):
     open_table(PROFILE, "tiny", "scores", recompute=True)
     plan = PROFILE.plan("tiny")
     other = replace(PROFILE, plans=(replace(plan, seeds=(7,)),))
-    with pytest.raises(ArtefactError) as error:
+    with refused("tiny-scores.parquet", "another configuration", "recompute=True", kind=ArtefactError):
         open_table(other, "tiny", "scores")
-    one_line(error, "tiny-scores.parquet", "another configuration", "recompute=True")
 
 
 def test_a_table_without_provenance_is_refused(folder):
     open_table(PROFILE, "tiny", "scores", recompute=True)
     (folder / "provenance.json").unlink()
-    with pytest.raises(ArtefactError) as error:
+    with refused("tiny-scores.parquet", "no provenance", "recompute=True", kind=ArtefactError):
         open_table(PROFILE, "tiny", "scores")
-    one_line(error, "tiny-scores.parquet", "no provenance", "recompute=True")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "3", '"x"'])
@@ -83,9 +81,8 @@ def test_damaged_provenance_is_refused_before_anything_is_computed(folder, monke
     open_table(PROFILE, "tiny", "scores", recompute=True)
     (folder / "provenance.json").write_text(text)
     monkeypatch.setitem(results.TABLES, "scores", lambda plan: pytest.fail("computed"))
-    with pytest.raises(ArtefactError) as error:
+    with refused("provenance.json", "damaged", "restore it with git", kind=ArtefactError):
         open_table(PROFILE, "tiny", "scores", recompute=True)
-    one_line(error, "provenance.json", "damaged", "restore it with git")
 
 
 def test_committed_provenance_is_that_of_its_configuration():
@@ -131,9 +128,8 @@ def test_what_cannot_be_written_is_one_line(monkeypatch, capsys, number, words):
 def test_a_cache_that_is_a_file_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DBLAST_CACHE", str(tmp_path / "file"))
-    with pytest.raises(DBlastError) as error:
+    with refused(str(tmp_path / "file"), "DBLAST_CACHE"):
         use_empty_cache(tmp_path / "fresh")
-    one_line(error, str(tmp_path / "file"), "DBLAST_CACHE")
 
 
 # -- worker processes ----------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from dblast.errors import ArtefactError
 from dblast.reproduction import stages
 from dblast.reproduction.cli import app
 from dblast.reproduction.stages import RECORD, RUN, Stage, check_all, clean, digest, list_stages
-from tests.checks import one_line
+from tests.checks import refused
 
 
 class Work:
@@ -196,19 +196,17 @@ def test_a_damaged_artefact_is_refused(work, name, damage):
         path.unlink()
     else:
         path.write_text("" if damage == "empty" else "changed")
-    with pytest.raises(ArtefactError) as error:
+    with refused(str(path), "delete", str(stage.folder), kind=ArtefactError):
         stage.run(work)
-    one_line(error, str(path), "delete", str(stage.folder))
     assert work.calls == 1
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"kind": "kind"}', '{"files": 3}', "null"])
-def test_an_unreadable_record_is_refused(work, text):
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"kind": "kind"}', b'{"files": 3}', b"null", b"\xff\xfe\x00"])
+def test_an_unreadable_record_is_refused(work, content):
     stage = Stage("kind", {})
-    (stage.run(work) / RECORD).write_text(text)
-    with pytest.raises(ArtefactError) as error:
+    (stage.run(work) / RECORD).write_bytes(content)
+    with refused(RECORD, "delete", kind=ArtefactError):
         stage.run(work)
-    one_line(error, RECORD, "delete")
     assert work.calls == 1
 
 
@@ -217,9 +215,8 @@ def test_the_record_of_another_artefact_is_refused(work):
     one.run(work), other.run(work)
     shutil.rmtree(other.folder)
     shutil.copytree(one.folder, other.folder)
-    with pytest.raises(ArtefactError) as error:
+    with refused(RECORD, one.key, "another artefact", f"delete {other.folder}", kind=ArtefactError):
         other.run(work)
-    one_line(error, RECORD, one.key, "another artefact", f"delete {other.folder}")
     assert work.calls == 2
 
 
@@ -228,15 +225,7 @@ def test_a_changed_record_is_refused(work, change):
     stage = Stage("kind", {"x": 1})
     path = stage.run(work) / RECORD
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(ArtefactError) as error:
-        stage.run(work)
-    one_line(error, RECORD, "delete")
-
-
-def test_record_with_broken_encoding_is_refused(work):
-    stage = Stage("kind", {})
-    (stage.run(work) / RECORD).write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ArtefactError):
+    with refused(RECORD, "delete", kind=ArtefactError):
         stage.run(work)
 
 
@@ -259,17 +248,10 @@ def test_a_dataclass_counts_by_its_fields():
     assert digest({"spec": Outer()}) != digest({"spec": Outer(inner=Inner(0.25))})
 
 
-def test_the_order_of_keys_does_not_count():
-    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
-
-
-def test_the_order_of_a_list_counts():
+def test_digests_are_stable_and_know_the_order_of_lists_but_not_of_keys():
+    text = '{"a": [1, 2.5, null, "x"], "b": 1}'
+    assert digest({"b": 1, "a": [1, 2.5, None, "x"]}) == hashlib.sha256(text.encode()).hexdigest()[:16]
     assert digest([1, 2]) != digest([2, 1])
-
-
-def test_digests_are_stable_across_runs():
-    text = '{"a": [1, 2.5, null, "x"]}'
-    assert digest({"a": [1, 2.5, None, "x"]}) == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("value", [{1, 2}, Path("x"), Outer])
@@ -282,11 +264,7 @@ def test_a_dataclass_spec_is_recorded_as_json(work):
     stage = Stage("kind", {"config": Outer()})
     stage.run(work)
     assert stage.record()["spec"] == {"config": {"name": "n", "inner": {"rate": 0.5}}}
-
-
-def test_the_record_is_valid_json_for_other_tools(work):
-    stage = Stage("kind", {"config": Outer()})
-    assert json.loads((stage.run(work) / RECORD).read_text(encoding="utf-8"))["kind"] == "kind"
+    assert json.loads((stage.folder / RECORD).read_text(encoding="utf-8"))["kind"] == "kind"
 
 
 # -- the cache as a whole ----------------------------------------------------------------------------

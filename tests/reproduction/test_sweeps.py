@@ -24,27 +24,19 @@ from dblast.reproduction.sweeps import (
     verdict_counts,
     with_verdicts,
 )
-from tests.helpers import assert_close, macro_length, prompt_scores
+from tests.helpers import assert_close, macro_length, toy_scores
 
 METHOD = {(1, "NLL"): "DFlash", (1, "AL"): "DFlash+AL", (4, "NLL"): "DFlash+DS", (4, "AL"): "DBlast"}
 
 
-def toy_scores(factors, seeds=(0,), noise=0.0, methods=METHOD):
-    """Scores of every label in ``factors``; its passes are the factor (times 0.9 at K = 4) of the same 12 prompts'."""
-    rng = np.random.default_rng(0)
-    passes = rng.uniform(20, 30, 12)
-    parts = []
+def sweep_scores(factors, methods=METHOD, **options):
+    """Scores of every label in ``factors``; its passes are the factor, times 0.9 at K = 4, of the same prompts'."""
+    variants = []
     for label, factor in factors.items():
         for k, loss in methods:
-            for seed in seeds:
-                for setting in ("low", "high"):
-                    for temperature in (0.0, 1.0) if k > 1 else (np.nan,):
-                        # Z_T = 1 is the better one, so that a mistaken choice shows.
-                        mine = factor * (0.9 if k > 1 else 1.0) * (1.2 if temperature == 0 else 1.0)
-                        names = {"target": label, "method": METHOD[k, loss], "K": k, "loss": loss, "seed": seed}
-                        mine = passes * mine * (1 + noise * rng.normal(size=12))
-                        parts.append(prompt_scores(mine, setting, temperature, **names))
-    return pd.concat(parts, ignore_index=True), passes[4:]
+            names = {"target": label, "method": METHOD[k, loss], "K": k, "loss": loss}
+            variants.append((names, factor * (0.9 if k > 1 else 1.0)))
+    return toy_scores(variants, **options)
 
 
 def test_the_profile_of_sweeps_varies_one_value_at_a_time():
@@ -82,7 +74,7 @@ def test_sweeps_vary_around_the_drafters_of_table_2():
 
 def test_lengths_and_gains_are_those_computed_macro_length():
     factors = {"toy": 1.0, "toy-b3": 1.1, "toy-b9": 0.8}
-    scores, passes = toy_scores(factors)
+    scores, passes = sweep_scores(factors)
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy", 9: "toy-b9"}, 7, "b").set_index(["b", "setting", "method"])
     for value, factor in ((3, 1.1), (7, 1.0), (9, 0.8)):
         for method in METHOD.values():
@@ -103,14 +95,14 @@ def test_lengths_and_gains_are_those_computed_macro_length():
 
 def test_gains_are_paired_by_prompt():
     # Prompts differ by a third, the values by 2 % on every prompt alike.
-    scores, _ = toy_scores({"toy": 1.0, "toy-b3": 1.02})
+    scores, _ = sweep_scores({"toy": 1.0, "toy-b3": 1.02})
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
     row = rows[(rows.b == 3) & (rows.method == "DFlash") & (rows.setting == "low")].iloc[0]
     assert row.over_base_error < 0.2 * 100 * row.standard_error / row.accepted_length
 
 
 def test_seeds_add_their_noise_and_a_sweep_without_dflash_has_no_gain_over_it():
-    scores, _ = toy_scores({"toy": 1.0, "toy-b3": 1.1}, seeds=(0, 1, 2), noise=0.05, methods=[(1, "AL"), (4, "AL")])
+    scores, _ = sweep_scores({"toy": 1.0, "toy-b3": 1.1}, seeds=(0, 1, 2), noise=0.05, methods=[(1, "AL"), (4, "AL")])
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
     assert rows.gain.isna().all() and set(rows.method) == {"DFlash+AL", "DBlast"} and (rows.seeds == 3).all()
     one = sweep_rows(scores[scores.seed == 0], {3: "toy-b3", 7: "toy"}, 7, "b")
@@ -121,7 +113,7 @@ def test_seeds_add_their_noise_and_a_sweep_without_dflash_has_no_gain_over_it():
 
 
 def test_the_al_loss_is_compared_with_nll_at_the_same_k_and_value():
-    scores, passes = toy_scores({"toy": 1.0, "toy-b3": 1.1})
+    scores, passes = sweep_scores({"toy": 1.0, "toy-b3": 1.1})
     better = (scores.loss == "AL") & (scores.target == "toy-b3") & (scores.K == 4)
     scores = scores.assign(passes=scores.passes.where(~better, 0.95 * scores.passes))
     rows = loss_gains(scores, {3: "toy-b3", 7: "toy"}, "b").set_index(["b", "K", "setting"])
@@ -133,7 +125,7 @@ def test_the_al_loss_is_compared_with_nll_at_the_same_k_and_value():
 
 
 def test_tables_and_figures_name_the_value_and_n():
-    scores, _ = toy_scores({"toy": 1.0, "toy-b3": 1.1})
+    scores, _ = sweep_scores({"toy": 1.0, "toy-b3": 1.1})
     rows = sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
     table = sweep_table(rows, "block_length_toy", "Block length (toy)", "over DFlash", "gain")
     assert "n = 8" in table.caption and table.display.index.names == ["block length b", "method"]
@@ -159,7 +151,7 @@ def test_training_settings_of_two_targets_in_one_figure():
             for label, setting in ((name, "high"), (f"{name}-low", "low"))
         ),
     )
-    scores, passes = toy_scores({"one": 1.0, "one-low": 0.9, "two": 1.0, "two-low": 1.1})
+    scores, passes = sweep_scores({"one": 1.0, "one-low": 0.9, "two": 1.0, "two-low": 1.1})
     rows = training_setting_rows(scores, profile, ["one", "two"], "high")
     picked = rows[(rows.method == "DFlash") & (rows.setting == "low") & (rows.trained == "low")].set_index("target").over_base
     assert_close(picked["one"], 100 * (macro_length(passes, 0.9) / macro_length(passes, 1.0) - 1))
@@ -181,10 +173,10 @@ def test_what_is_refused():
     twice = Profile("twice", (TINY, *(replace(TINY, label=x, drafter=replace(TINY.drafter, block_length=3)) for x in "ab")))
     with pytest.raises(DBlastError, match="two plans"):
         swept(twice, "tiny", block_length)
-    scores, _ = toy_scores({"toy": 1.0})
+    scores, _ = sweep_scores({"toy": 1.0})
     with pytest.raises(DBlastError, match="no scores of 'toy-b3'"):
         sweep_rows(scores, {3: "toy-b3", 7: "toy"}, 7, "b")
-    apart, _ = toy_scores({"toy-b3": 1.0}, seeds=(1,))
+    apart, _ = sweep_scores({"toy-b3": 1.0}, seeds=(1,))
     with pytest.raises(DBlastError, match="no fine-tuning seed in common"):
         sweep_rows(pd.concat([scores, apart]), {3: "toy-b3", 7: "toy"}, 7, "b")
     with pytest.raises(DBlastError, match="not a value"):

@@ -71,15 +71,6 @@ def test_each_step_is_a_prefix_free_code_of_its_choices(kind, number):
             assert later[: len(earlier)] != earlier
 
 
-def test_enumerated_sub_grammar_sums_to_one_and_is_injective():
-    # Trouble, cure and closing of one chat: a document in small.
-    steps = GRAMMAR["chat"][2:]
-    memory = next(contexts("chat", 2))
-    found = list(outcomes(steps, memory))
-    assert len(found) == len({words for words, _ in found}) > 50
-    assert sum(math.exp(value) for _, value in found) == pytest.approx(1, abs=1e-9)
-
-
 def test_sampled_frequencies_match_log_probability():
     generator, memory = random.Random(0), next(contexts("story", 4))
     step, n = GRAMMAR["story"][-1], 20_000

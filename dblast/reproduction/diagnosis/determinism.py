@@ -89,10 +89,6 @@ def _contributions(values: np.ndarray, clusters: np.ndarray) -> tuple[float, pd.
     return mean, pd.Series(influence, index=frame.index) / (np.sqrt(n * (n - 1)) if n > 1 else np.nan)
 
 
-def _error(contributions: pd.Series) -> float:
-    return float(np.sqrt((contributions**2).sum(skipna=False)))
-
-
 def _compare(points: pd.DataFrame) -> dict[str, tuple[float, pd.Series]]:
     """Baseline, dependent drafts and relative gain (per cent) over the given points, with contributions by prompt."""
     clusters = points.prompt_id.to_numpy()
@@ -119,7 +115,7 @@ def _with_seeds(
 
     The seeds' part is that of the statistic made anew from every seed's points.
     """
-    prompts = _error(contributions), len(contributions) - 1
+    prompts = float(np.sqrt((contributions**2).sum(skipna=False))), len(contributions) - 1
     seeds = sorted(points.seed.unique())
     if len(seeds) < 2:
         return prompts

@@ -28,11 +28,6 @@ INDEPENDENT_SAMPLED = "independent, sampled"
 INDEPENDENT_GREEDY = "independent, greedy"
 
 
-def _alive(half: dict[str, Tensor], position: int) -> float:
-    """Number of continuations that had not ended before this position."""
-    return float(half["valid"][:, position].sum().clamp(min=1))
-
-
 def _marginal_probability(fit: dict[str, Tensor], tokens: Tensor) -> Tensor:
     """Estimated marginal q_i of given tokens: (S, b).
 
@@ -43,7 +38,8 @@ def _marginal_probability(fit: dict[str, Tensor], tokens: Tensor) -> Tensor:
     for i in range(tokens.shape[-1]):
         p = fit["support_log_p"][:, i].exp()
         hit = fit["support"][:, i].unsqueeze(0) == tokens[:, i].view(-1, 1, 1)
-        columns.append((hit * p).sum((-1, -2)) / _alive(fit, i))
+        alive = fit["valid"][:, i].sum().clamp(min=1)  # continuations that had not ended before this position
+        columns.append((hit * p).sum((-1, -2)) / float(alive))
     return torch.stack(columns, dim=-1)
 
 
@@ -117,13 +113,5 @@ def oracle_table(stored: Continuations, counts: Sequence[int] = (1, 2, 4)) -> pd
             for name, value in independent_accepted(*parts).items():
                 values[name] = values.get(name, 0.0) + value / len(halves)
         for name, value in (values | blocks_accepted(here, counts)).items():
-            rows.append(
-                {
-                    "row": int(stored.row[i]),
-                    "emitted": int(stored.emitted[i]),
-                    "determinism": float(determinism[i]),
-                    "proposal": name,
-                    "accepted_length": value,
-                }
-            )
-    return pd.DataFrame(rows)
+            rows.append((int(stored.row[i]), int(stored.emitted[i]), float(determinism[i]), name, value))
+    return pd.DataFrame(rows, columns=["row", "emitted", "determinism", "proposal", "accepted_length"])

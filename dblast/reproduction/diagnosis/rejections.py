@@ -189,15 +189,9 @@ def score_rejections(
         for trajectory in trajectories:
             anchors, sums = _split_sums(drafter, trajectory, category_temperature, k, every, precision)
             for i in range(drafter.config.block_length):
-                rows.append(
-                    {
-                        "prompt_id": trajectory.prompt_id,
-                        "task": trajectory.task,
-                        "position": i + 1,
-                        "anchors": anchors,
-                    }
-                    | {name: float(value[i]) for name, value in sums.items()}
-                )
+                names = {"prompt_id": trajectory.prompt_id, "task": trajectory.task}
+                names |= {"position": i + 1, "anchors": anchors}
+                rows.append(names | {name: float(value[i]) for name, value in sums.items()})
             bar.update()
     return pd.DataFrame(rows, columns=["prompt_id", "task", "position", "anchors", *QUANTITIES])
 

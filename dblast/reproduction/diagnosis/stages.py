@@ -131,42 +131,27 @@ def collect_figure1(plan: Plan) -> pd.DataFrame:
     """Figure 1's points: ``target, split, prompt_id, point, determinism, method, K, loss, seed, accepted_length``."""
     prepare_variants(plan.figure1())
     target = open_target(plan)
-    rows = []
+    tables = []
     for split in SPLITS:
         stored, continuations = figure1_continuations(plan, split)
-        determinism = estimate_determinism(continuations.log_p, continuations.valid).tolist()
+        places = continuations.row, continuations.emitted
         # Training prompts repeat; errors are over distinct ones, named by the first that has the text.
         first: dict[tuple[int, ...], str] = {}
         prompts = [
             first.setdefault(ids, prompt_id)
             for ids, (_, prompt_id) in zip(stored.prompts(), stored.labels(), strict=True)
         ]
+        points = {"target": plan.label, "split": split, "prompt_id": [prompts[r] for r in continuations.row.tolist()]}
+        points["point"] = range(len(continuations))
+        points["determinism"] = estimate_determinism(continuations.log_p, continuations.valid).tolist()
         for variant in FIGURE1:
             for seed in plan.seeds:
                 drafter = _figure1_drafter(plan, variant, seed, target)
-                temperature = plan.diagnosis.category_temperature
-                offered = draft_at(
-                    drafter, stored, continuations.row, continuations.emitted, temperature, _precision(plan)
-                )
+                offered = draft_at(drafter, stored, *places, plan.diagnosis.category_temperature, _precision(plan))
+                names = {"method": variant.method, "K": variant.K, "loss": variant.loss, "seed": seed}
                 accepted = accepted_over(continuations, *offered).tolist()
-                for point, (r, d, value) in enumerate(
-                    zip(continuations.row.tolist(), determinism, accepted, strict=True)
-                ):
-                    rows.append(
-                        {
-                            "target": plan.label,
-                            "split": split,
-                            "prompt_id": prompts[r],
-                            "point": point,
-                            "determinism": d,
-                            "method": variant.method,
-                            "K": variant.K,
-                            "loss": variant.loss,
-                            "seed": seed,
-                            "accepted_length": value,
-                        }
-                    )
-    return pd.DataFrame(rows)
+                tables.append(pd.DataFrame(points | names | {"accepted_length": accepted}))
+    return pd.concat(tables, ignore_index=True)
 
 
 def example_point(continuations: Continuations) -> int:
