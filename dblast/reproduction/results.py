@@ -19,6 +19,9 @@ from pathlib import Path
 import pandas as pd
 
 from dblast.errors import ArtefactError, DBlastError, storage_reason
+from dblast.reproduction.beyond.cost import collect_speed, collect_widths
+from dblast.reproduction.beyond.scores import GRID, collect_proposals
+from dblast.reproduction.beyond.siblings import collect_siblings
 from dblast.reproduction.diagnosis.stages import collect_branches, collect_figure1, collect_oracle, collect_rejections
 from dblast.reproduction.experiments import (
     collect_scores,
@@ -45,7 +48,9 @@ PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas")
 def collect_history(plan: Plan) -> pd.DataFrame:
     """Training curves: pre-training (seed -1, K 0) and every variant, with anchors seen."""
     prepare_variants(plan)
-    runs = [({"stage": "pretrain", "K": 0, "loss": plan.pretrain.loss, "seed": -1}, pretrain_stage(plan), plan.pretrain)]
+    runs = [
+        ({"stage": "pretrain", "K": 0, "loss": plan.pretrain.loss, "seed": -1}, pretrain_stage(plan), plan.pretrain)
+    ]
     for variant in plan.variants:
         for seed in plan.seeds:
             names = {"stage": "finetune", "K": variant.K, "loss": variant.loss, "seed": seed}
@@ -129,7 +134,13 @@ TABLES: dict[str, Callable[[Plan], pd.DataFrame]] = {
     "rejections": collect_rejections,
     "online": collect_online,
     "latency": collect_latency,
+    "proposals": collect_proposals,
+    "siblings": collect_siblings,
+    "widths": collect_widths,
+    "speed": collect_speed,
 }
+#: Tables of notebook 08, which depend on what is scored there beside the plan.
+BEYOND_TABLES = ("proposals", "siblings", "widths", "speed")
 #: Tables that the plan's diagnosis sizes determine; the others do not depend on them.
 DIAGNOSIS_TABLES = ("oracle", "figure1", "branches", "rejections")
 
@@ -137,6 +148,8 @@ DIAGNOSIS_TABLES = ("oracle", "figure1", "branches", "rejections")
 def plan_digest(plan: Plan, name: str) -> str:
     """Hash of all of a plan that determines a result table."""
     values = asdict(plan)
+    if name in BEYOND_TABLES:
+        values["grid"] = GRID
     if name not in DIAGNOSIS_TABLES:
         values.pop("diagnosis")
     return digest(values)
