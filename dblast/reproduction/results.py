@@ -214,6 +214,12 @@ def open_tables(profile: Profile, name: str, recompute: bool = False) -> pd.Data
     return pd.concat([table for table in tables if len(table)], ignore_index=True)
 
 
+def open_timings(profile: Profile, name: str, recompute: bool = False) -> pd.DataFrame | None:
+    """Timings of all targets of a profile; None if none were kept: a notebook that is opened by hand takes no times."""
+    kept = [results_folder(profile.name) / f"{plan.label}-{name}.parquet" for plan in profile.plans]
+    return open_tables(profile, name, recompute) if recompute or all(path.exists() for path in kept) else None
+
+
 def read_provenance(profile: str) -> dict:
     """What made each kept file: plan hash and configuration, checksum, versions, revision, machine, wall time.
 

@@ -18,8 +18,10 @@ from dblast.reproduction.beyond.cost import (
     best_fixed_size,
     best_sizes,
     calibrated_scale,
+    cost_rows,
     measure_widths,
     roofline,
+    roofline_table,
     speed_rows,
     width_rows,
 )
@@ -33,7 +35,13 @@ from dblast.reproduction.beyond.scores import (
     every_call,
     proposal_scores,
 )
-from dblast.reproduction.beyond.siblings import accuracy_rows, collect_siblings, continuations, prefix_ranks
+from dblast.reproduction.beyond.siblings import (
+    accuracy_rows,
+    accuracy_table,
+    collect_siblings,
+    continuations,
+    prefix_ranks,
+)
 from dblast.reproduction.beyond.study import (
     best_within,
     branch_value,
@@ -229,6 +237,8 @@ def test_siblings_are_counted_for_every_variant_seed_and_held_out_text(study):
     toy = counts.assign(spine=4, spine_right=3, sibling=2, sibling_right=[i % 2 for i in range(len(counts))])
     rows = accuracy_rows(toy)
     assert len(rows) == 6 and rows.spine.tolist() == [75.0] * 6 and (rows.n == 3).all() and (rows.siblings == 12).all()
+    table = accuracy_table(rows)
+    assert table.display.loc[("toy", "K = 4, AL"), "low: spine"] == "75.0 ± 0.0" and "toy n = 3" in table.caption
 
 
 # -- what a node costs -----------------------------------------------------------------------------
@@ -255,6 +265,27 @@ def test_roofline_is_flat_until_products_take_longer_than_reading():
     # 4e9 weights of 2 bytes at 2e12 B/s: 4 ms; two operations each at 4e14/s: 20 us a token.
     assert roofline(4e9, 1, 2e12, 4e14) == roofline(4e9, 200, 2e12, 4e14) == pytest.approx(4e-3)
     assert roofline(4e9, 400, 2e12, 4e14) == pytest.approx(8e-3)
+
+
+def test_arithmetic_for_a_gpu_says_how_wide_a_pass_is_free():
+    table = roofline_table([7, 56, 399])
+    assert (table[["8 tokens", "57 tokens"]] == 1).all(axis=None) and table.loc[
+        ("A100 80 GB", "Qwen3-4B"), "400 tokens"
+    ] == 2.56
+    assert table["free up to (tokens)"].tolist() == [156] * 3 + [295] * 3
+
+
+def test_tokens_per_second_come_from_lengths_and_steps():
+    names = [("none", 0, 10.0), ("tree", 7, 12.0), ("tree", 14, 16.0)]
+    widths = pd.DataFrame(
+        {"target": "toy", "proposal": kind, "nodes": nodes, "prompt": 1, "part": "bare" if kind == "none" else "step"}
+        | {"milliseconds": ms}
+        for kind, nodes, ms in names
+    )
+    scores = pd.DataFrame({"target": "toy", "setting": "low", "method": "DFlash", "proposal": "tree", "nodes": [7, 14]})
+    rows = cost_rows(widths, scores.assign(accepted_length=[1.0, 1.4]))
+    assert rows.tokens_per_second.tolist() == pytest.approx([2000 / 12, 150.0]) and rows.best.tolist() == [True, False]
+    assert rows.over_plain.tolist() == pytest.approx([20 / 12, 1.5])
 
 
 def test_widths_are_timed_for_the_target_alone_a_block_and_every_tree(llama, make_drafter):

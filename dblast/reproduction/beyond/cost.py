@@ -279,3 +279,48 @@ def speed_rows(speed: pd.DataFrame, replicates: int = 2000) -> pd.DataFrame:
             row |= {"tokens_per_second": whole, "over_plain": whole / base, "ci_low": low, "ci_high": high}
             rows.append(row | {"n": len(plain)})
     return pd.DataFrame(rows)
+
+
+#: GPUs for :func:`roofline`: bytes/s of memory, 16-bit operations/s of dense products; from the makers' data sheets.
+GPUS = {"A100 80 GB": (2.0e12, 312e12), "H100 SXM": (3.35e12, 989e12)}
+#: Parameters of targets that the arithmetic is done for.
+TARGETS = {"SmolLM2-135M": 135e6, "Qwen3-4B": 4.0e9, "Qwen3-8B": 8.2e9}
+
+
+def roofline_table(sizes: Sequence[int]) -> pd.DataFrame:
+    """By arithmetic: a pass over an anchor and N nodes as a multiple of a pass over one token, and the width at which products
+    begin to take longer than reading the weights (the same for every target)."""
+    rows = {}
+    for name, (bandwidth, flops) in GPUS.items():
+        for target, parameters in TARGETS.items():
+            one = roofline(parameters, 1, bandwidth, flops)
+            row = {f"{n + 1} tokens": round(roofline(parameters, n + 1, bandwidth, flops) / one, 2) for n in sizes}
+            rows[name, target] = (
+                {"one token (ms)": round(1000 * one, 2)} | row | {"free up to (tokens)": int(flops / bandwidth)}
+            )
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis(["GPU", "target"])
+
+
+def cost_rows(widths: pd.DataFrame, scores: pd.DataFrame) -> pd.DataFrame:
+    """Tokens per second that replay's accepted length and the measured steps make, by size of the tree, and the best size.
+
+    Args:
+        widths: of all targets, from :func:`collect_widths`.
+        scores: rows of :func:`dblast.reproduction.beyond.study.proposal_rows`.
+
+    Returns:
+        ``target, setting, method, nodes, accepted_length, milliseconds, tokens_per_second, over_plain`` and ``best``.
+    """
+    steps, rows = width_rows(widths).set_index(["target", "proposal", "nodes"]), []
+    for (target, setting, method), part in scores[scores.proposal == "tree"].groupby(
+        ["target", "setting", "method"], sort=False
+    ):
+        plain, lengths = steps.milliseconds[target, "none", 0], part.set_index("nodes").accepted_length.to_dict()
+        cost = {nodes: steps.milliseconds[target, "tree", nodes] for nodes in lengths}
+        best = best_fixed_size(lengths, cost)
+        for nodes, length in lengths.items():
+            names = {"target": target, "setting": setting, "method": method, "nodes": nodes, "accepted_length": length}
+            rate = 1000 * (1 + length) / cost[nodes]
+            names |= {"milliseconds": cost[nodes], "tokens_per_second": rate, "over_plain": rate * plain / 1000}
+            rows.append(names | {"best": nodes == best})
+    return pd.DataFrame(rows)

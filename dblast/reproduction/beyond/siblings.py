@@ -18,6 +18,7 @@ from torch import Tensor
 from dblast.drafter import DBlastDrafter
 from dblast.proposals import check_output
 from dblast.reproduction.beyond.scores import choose_temperatures, collect_proposals, variant_names
+from dblast.reproduction.captions import sizes
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.reproduction.experiments import (
     open_drafter,
@@ -31,6 +32,7 @@ from dblast.reproduction.experiments import (
 from dblast.reproduction.plans import Plan, Variant
 from dblast.reproduction.prompts.plan import calibration_ids
 from dblast.reproduction.stages import Stage
+from dblast.reproduction.tables import Table
 from dblast.trajectories import Trajectory, pack_first
 from dblast.trees import TREE_LOGITS
 
@@ -181,3 +183,27 @@ def accuracy_rows(counts: pd.DataFrame) -> pd.DataFrame:
             row |= {name: 100 * value, f"{name}_error": 100 * standard_error(influence)}
         rows.append(row | {"siblings": int(sums.sibling.sum()), "n": len(sums)})
     return pd.DataFrame(rows)
+
+
+def accuracy_table(rows: pd.DataFrame) -> Table:
+    """:func:`accuracy_rows` with the settings side by side."""
+    lines: dict[tuple, dict[str, str]] = {}
+    for row in rows.to_dict("records"):
+        line = lines.setdefault((row["target"], f"K = {row['K']}, {row['loss']}"), {})
+        for name in ("spine", "sibling"):
+            line[f"{row['setting']}: {name}"] = f"{row[name]:.1f} ± {row[f'{name}_error']:.1f}"
+    display = pd.DataFrame.from_dict(lines, orient="index")
+    display.index = pd.MultiIndex.from_tuples(display.index, names=["target", "drafter"])
+    return Table(
+        "siblings",
+        "After a sibling",
+        f"How often the drafter's likeliest next token is the text's, in %, after tokens that were its likeliest each (spine) and "
+        f"after one of its next {SIBLINGS} instead (sibling), all places of held-out texts ({_counts(rows)}); ± one standard error "
+        "over prompts.",
+        rows,
+        display,
+    )
+
+
+def _counts(rows: pd.DataFrame) -> str:
+    return sizes({target: part.n.max() for target, part in rows.groupby("target", sort=False)})
