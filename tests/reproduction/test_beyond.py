@@ -418,6 +418,18 @@ def test_the_best_is_chosen_by_calibration_and_held_out_rows_decide_the_goal():
     )
 
 
+def test_a_plan_without_the_al_loss_has_the_rows_that_it_can_have():
+    scores, _ = toy_scores()
+    scores = scores[scores.loss == "NLL"]
+    goals = goal_rows(scores)
+    assert not goals.claim.str.contains("AL loss").any() and goals.claim.str.contains("Trees of the mixture").any()
+    assert list(sampled_table(scores, "tiny").display.index.get_level_values("method").unique()) == [
+        "DFlash",
+        "DFlash+DS",
+    ]
+    assert len(branch_value(proposal_rows(scores))) == 2
+
+
 def test_temperatures_are_shown_by_cell_and_as_a_map():
     scores, _ = toy_scores()
     table = chosen_temperatures(scores)

@@ -122,6 +122,8 @@ def sampled_table(scores: pd.DataFrame, target: str) -> Table:
     for setting in [s for s in SETTINGS_ORDER if s in set(mine.setting)]:
         for method in METHODS:
             greedy, sampled = (pick(mine, setting, method, name, b) for name in ("greedy_branch", "soft"))
+            if greedy.empty:
+                continue
             gain = bootstrap_gain(sampled, greedy, macro=True)
             line = {
                 name: plus_minus(accepted_length(side, macro=True))
@@ -149,7 +151,8 @@ def sampled_table(scores: pd.DataFrame, target: str) -> Table:
         "AL over NLL, greedy (%)",
         "AL over NLL, sampled (%)",
     ]
-    display = pd.DataFrame.from_dict(lines, orient="index")[order].fillna("")
+    display = pd.DataFrame.from_dict(lines, orient="index")
+    display = display[[name for name in order if name in display]].fillna("")
     display.index = pd.MultiIndex.from_tuples(display.index, names=["determinism", "method"])
     return Table(
         f"table2_sampled_{target}",
@@ -193,6 +196,8 @@ def goal_rows(scores: pd.DataFrame) -> pd.DataFrame:
         def add(
             claim: str, goal: float | None, ours: pd.DataFrame, base: pd.DataFrame, how: str = "", name: str = target
         ) -> None:
+            if ours.empty or base.empty:
+                return  # a plan that does not train both
             estimate = paired_gain(ours, base)
             low, high = estimate.interval
             rows.append(
@@ -334,7 +339,7 @@ def branch_value(rows: pd.DataFrame) -> pd.DataFrame:
         .set_index(["target", "loss", "setting", "nodes", "K"])
         .accepted_length.unstack("K")
     )
-    table = (100 * (trees[4] / trees[1] - 1)).round(1).unstack("nodes")
+    table = (100 * (trees[4] / trees[1] - 1)).dropna().round(1).unstack("nodes")
     order = [(t, x, s) for t in dict.fromkeys(rows.target) for x in ("NLL", "AL") for s in SETTINGS_ORDER]
     return table.loc[[key for key in order if key in table.index]]
 
