@@ -186,7 +186,8 @@ def collect_speed(plan: Plan) -> pd.DataFrame:
         if prompt.prompt_id not in calibration:
             kept.setdefault(prompt.task, []).append(prompt)
     prompts = [prompt for rows in kept.values() for prompt in rows[:PROMPTS_PER_TASK]]
-    variants = {(k, loss): Variant(k, loss) for k, loss, *_ in CONTENDERS}
+    jobs = [job for job in CONTENDERS if Variant(job[0], job[1]) in plan.variants]
+    variants = {(k, loss): Variant(k, loss) for k, loss, *_ in jobs}
     decoders = {}
     for key, variant in variants.items():
         drafter = open_drafter(prepare_variant(plan, variant, plan.seeds[0]), target)
@@ -194,8 +195,8 @@ def collect_speed(plan: Plan) -> pd.DataFrame:
     rows = []
     with progress(len(prompts) * len(plan.data.settings), f"{plan.label} speed", unit="prompt") as bar:
         for setting in plan.data.settings:
-            options = {job: _options(chosen, plan, setting, *job) for job in CONTENDERS}
-            order = [None, *CONTENDERS]
+            options = {job: _options(chosen, plan, setting, *job) for job in jobs}
+            order = [None, *jobs]
             for number, prompt in enumerate([prompts[0], *prompts]):  # the first one is a warm-up
                 for job in order:
                     names = {
