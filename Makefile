@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY ?= passive
 .PHONY: help setup fetch reproduce test test-machines lab notebooks benchmark check-results report browser-check clean
 
 help:
-	@echo "make reproduce [PROFILE=cpu]        run its notebooks, regenerate its figures and tables (cpu, smoke, losses, sweeps)"
+	@echo "make reproduce [PROFILE=cpu]        run its notebooks, regenerate its figures and tables (cpu, smoke, losses, sweeps, beyond)"
 	@echo "make test                           pytest, nbval over the notebooks, smoke reproduction"
 	@echo "make test-machines [TESTS=...]      tests that compute, rounded as on other processors, in random order"
 	@echo "make lab                            JupyterLab on the notebooks"

@@ -35,7 +35,7 @@ FEW = 10
 RELATIVE, ABSOLUTE = 1e-6, 2e-6
 #: Columns that name a row; the category temperature only where it was not chosen.
 NAMES = (
-    *("claim", "target", "split", "bin_low", "bin_high", "trained", "b", "tau", "proposal", "method", "K", "loss"),
+    *("claim", "target", "split", "bin_low", "bin_high", "trained", "b", "tau", "proposal", "nodes", "method", "K", "loss"),
     *("construction", "setting", "task", "seed", "position", "source"),
 )
 KEYS = ["table", "quantity", "cell"]
@@ -46,7 +46,7 @@ COLOURS = dict(zip(VERDICTS, ("green", "yellow", "red", "magenta", "cyan"), stri
 #: The claim on time.
 TIMED = "of an iteration"
 NOT_COMPARED = (
-    "Not compared: timings (Tables 6 and 7 and their claim), which are the machine's; training curves and the health of "
+    "Not compared: timings (Tables 6 and 7 and their claim; notebook 08's), which are the machine's; training curves and the health of "
     "the branches in training; example texts (Table 9); what captions tell of online decoding."
 )
 

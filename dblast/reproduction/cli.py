@@ -272,7 +272,10 @@ def generate(
     enable_thinking: own_commands.EnableThinking = None,
     chat_option: own_commands.ChatOption = None,
 ) -> None:
-    """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour, or by marks."""
+    """Decode a prompt speculatively; accepted, replacement and bonus tokens are told apart by colour, or by marks.
+
+    With --mode tree one of the draft trees is drawn: ● the target's way, ○ nodes left aside, ⇒ the token it added.
+    """
     from dblast.reproduction.demo import check_request, check_sampling, decode_and_compare
     from dblast.reproduction.own.target import parse_chat_options
 
@@ -290,7 +293,7 @@ def generate(
     from dblast.sampling import SamplingSettings
 
     settings = SamplingSettings(temperature, top_k, top_p) if temperature else None
-    view, timing = decode_and_compare(
+    view, timing, picture = decode_and_compare(
         prompt,
         drafter,
         target,
@@ -306,6 +309,8 @@ def generate(
         verification=verification,
     )
     typer.echo(view.text())
+    if picture:
+        typer.echo(f"\n{picture}\n")
     typer.secho(f"{view.summary}, {timing}", fg=typer.colors.GREEN)
 
 

@@ -138,6 +138,51 @@ def plain_speed(target: Target, prompt: list[int], settings: SamplingSettings | 
         return (out.shape[1] - len(prompt)) / (time.perf_counter() - start)
 
 
+def draw_tree(
+    target: Target,
+    drafter: DBlastDrafter,
+    answer: Generated,
+    nodes: int,
+    category_temperature: float,
+    number: int | None = None,
+) -> str:
+    """The tree that one pass of an answer verified, and the target's way through it, as text.
+
+    The tree is drafted again from the text before that pass: nothing of it is random.
+
+    Args:
+        answer: from ``generate(mode="tree")`` with these models, one prompt.
+        nodes, category_temperature: as there.
+        number: which pass (default: the first of those that accepted most).
+    """
+    import torch
+
+    from dblast.cache import BlockDecoder
+    from dblast.show import show_tree
+    from dblast.trees import TreeOutcome, draft_tree
+
+    steps = answer.steps[0]
+    if number is None:
+        number = max(range(len(steps)), key=lambda i: steps[i].emitted)
+    step, text = steps[number], answer.sequences[0]
+    decoder = BlockDecoder(target.model, drafter)
+    decoder.start([text[: step.position]], reserve=nodes)
+    with torch.no_grad():
+        tree = draft_tree(drafter, decoder.draft(), nodes, category_temperature=category_temperature)
+    emitted = text[step.position : step.position + step.emitted].to(target.device)
+    path = torch.full((1, drafter.config.block_length), -1, device=target.device)
+    path[:, : step.accepted] = tree.follow(emitted[None, : step.accepted]) if step.accepted else path[:, :0]
+    # Rounding may leave a node out that the first draft just had.
+    path = path.masked_fill(path == tree.nodes, -1)
+    accepted = (path >= 0).sum(1)
+    drafted = tree.tokens.gather(1, path.clamp(min=0)).masked_fill(path < 0, 0)
+    last = path[torch.arange(1), (accepted - 1).clamp(min=0)]
+    token = emitted[int(accepted) :][:1]
+    outcome = TreeOutcome(path, drafted, accepted, token, tree.is_leaf(last))
+    before = target.tokenizer.decode(text[max(0, step.position - 12) : step.position].tolist())
+    return f"pass {number + 1} of {len(steps)}, after {before!r}:\n{show_tree(tree, target.tokenizer, outcome=outcome)}"
+
+
 def decode_and_compare(
     prompt: str,
     drafter_folder: Path | None,
@@ -150,7 +195,7 @@ def decode_and_compare(
     seed: int,
     chat_options: dict[str, Any] | None = None,
     **drafting: Any,
-) -> tuple[BlockView, str]:
+) -> tuple[BlockView, str, str]:
     """Answer a prompt speculatively and time the same with plain decoding.
 
     Args:
@@ -162,7 +207,8 @@ def decode_and_compare(
         drafting: ``nodes``, ``draft_temperature``, ``draft_top_k`` and ``verification`` of :func:`dblast.generate`.
 
     Returns:
-        The view and a sentence with both speeds, tokens per second after a short warm-up.
+        The view, a sentence with both speeds, tokens per second after a short warm-up, and for trees a picture of one
+        (:func:`draw_tree`; otherwise empty).
 
     Raises:
         DBlastError: a folder without a drafter, or arguments that cannot work.
@@ -181,6 +227,7 @@ def decode_and_compare(
     from dblast.proposals import check_mode
     from dblast.reproduction.own.pairs import nearest_setting, open_pair
     from dblast.show import show_blocks
+    from dblast.trees import TREE_NODES
 
     check_mode(mode, num_categories=1)
     if drafter_folder is None:
@@ -215,4 +262,7 @@ def decode_and_compare(
     plain_speed(target, ids, settings, warm_up, seed)
     plain = plain_speed(target, ids, settings, max_new_tokens, seed)
     timing = f"{speed:.1f} tokens/s against {plain:.1f} with plain decoding ({speed / plain:.2f} times)"
-    return show_blocks(result, target.tokenizer), timing
+    picture = ""
+    if mode == "tree" and max_new_tokens > 1:
+        picture = draw_tree(target, drafter, result, drafting.get("nodes", TREE_NODES), category_temperature)
+    return show_blocks(result, target.tokenizer), timing, picture

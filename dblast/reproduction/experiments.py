@@ -366,18 +366,27 @@ def prepare_variants(plan: Plan) -> None:
     jobs = [(variant, seed) for seed in plan.seeds for variant in plan.variants]
     # Longest first, so that the last ones to finish are short.
     missing = sorted((job for job in jobs if not variant_stage(plan, *job).done), key=lambda job: -job[0].K)
-    if not missing:
+    side_by_side(prepare_variant, [(plan, *job) for job in missing], plan.parallel, f"{plan.label} variants")
+
+
+def side_by_side(work: Callable, jobs: Sequence[tuple], parallel: bool, description: str) -> None:
+    """``work(*job)`` for every job, one after the other, or on a CPU several at once with ``work(*job, threads=1)``.
+
+    Raises:
+        DBlastError: a worker process was ended from outside.
+    """
+    if not jobs:
         return
-    with progress(len(missing), f"{plan.label} variants", unit="variant") as bar:
-        if not plan.parallel or default_device().type == "cuda":
-            for variant, seed in missing:
-                prepare_variant(plan, variant, seed)
+    with progress(len(jobs), description, unit="variant") as bar:
+        if not parallel or default_device().type == "cuda":
+            for job in jobs:
+                work(*job)
                 bar.update()
             return
         context = multiprocessing.get_context("spawn")
-        workers = min(len(missing), os.cpu_count() or 1)
+        workers = min(len(jobs), os.cpu_count() or 1)
         with ProcessPoolExecutor(workers, mp_context=context, initializer=silence_worker) as pool:
-            futures = [pool.submit(prepare_variant, plan, variant, seed, 1) for variant, seed in missing]
+            futures = [pool.submit(work, *job, threads=1) for job in jobs]
             try:
                 for future in as_completed(futures):
                     future.result()

@@ -1,7 +1,7 @@
 """Names that a user chooses among, apart from what they mean: the command line shows them before torch is loaded."""
 
 #: See :mod:`dblast.reproduction.profiles`.
-PROFILES = ("smoke", "cpu", "losses", "sweeps", "qwen3-4b", "qwen3-8b")
+PROFILES = ("smoke", "cpu", "losses", "sweeps", "beyond", "qwen3-4b", "qwen3-8b")
 #: Losses of the paper and of DFlash, see :mod:`dblast.losses`.
 LOSSES = ("NLL", "AL", "CE")
 #: Other papers' objectives, see :mod:`dblast.reproduction.objectives`; names that end in 1 use the sampled token alone.

@@ -216,6 +216,12 @@ PROFILES: dict[str, Profile] = {
     ),
     # With what a cpu run leaves in the cache.
     "sweeps": Profile("sweeps", _sweeps(), minutes=70, notebooks=("07",)),
+    # With what a cpu run leaves in the cache; of the first fine-tuning seed alone, and of SmolLM2 with DFlash alone.
+    "beyond": Profile(
+        "beyond",
+        (replace(TINY, variants=MAIN, seeds=(0,)), replace(SMOLLM2, variants=MAIN[:1], seeds=(0,))),
+        notebooks=("08",),
+    ),
     "qwen3-4b": Profile("qwen3-4b", (_qwen3("4B"),)),
     "qwen3-8b": Profile("qwen3-8b", (_qwen3("8B"),)),
 }

@@ -19,6 +19,9 @@ from pathlib import Path
 import pandas as pd
 
 from dblast.errors import ArtefactError, DBlastError, storage_reason
+from dblast.reproduction.beyond.cost import collect_speed, collect_widths
+from dblast.reproduction.beyond.scores import GRID, collect_proposals
+from dblast.reproduction.beyond.siblings import collect_siblings
 from dblast.reproduction.diagnosis.stages import collect_branches, collect_figure1, collect_oracle, collect_rejections
 from dblast.reproduction.experiments import (
     collect_scores,
@@ -46,7 +49,9 @@ PACKAGES = ("torch", "transformers", "datasets", "numpy", "pandas")
 def collect_history(plan: Plan) -> pd.DataFrame:
     """Training curves: pre-training (seed -1, K 0) and every variant, with anchors seen."""
     prepare_variants(plan)
-    runs = [({"stage": "pretrain", "K": 0, "loss": plan.pretrain.loss, "seed": -1}, pretrain_stage(plan), plan.pretrain)]
+    runs = [
+        ({"stage": "pretrain", "K": 0, "loss": plan.pretrain.loss, "seed": -1}, pretrain_stage(plan), plan.pretrain)
+    ]
     for variant in plan.variants:
         for seed in plan.seeds:
             names = {"stage": "finetune", "K": variant.K, "loss": variant.loss, "seed": seed}
@@ -117,7 +122,13 @@ TABLES: dict[str, Callable[[Plan], pd.DataFrame]] = {
     "rejections": collect_rejections,
     "online": collect_online,
     "latency": collect_latency,
+    "proposals": collect_proposals,
+    "siblings": collect_siblings,
+    "widths": collect_widths,
+    "speed": collect_speed,
 }
+#: Tables of notebook 08, which depend on what is scored there beside the plan.
+BEYOND_TABLES = ("proposals", "siblings", "widths", "speed")
 #: Tables that the plan's diagnosis sizes determine; the others do not depend on them.
 DIAGNOSIS_TABLES = ("oracle", "figure1", "branches", "rejections")
 
@@ -125,6 +136,8 @@ DIAGNOSIS_TABLES = ("oracle", "figure1", "branches", "rejections")
 def plan_digest(plan: Plan, name: str) -> str:
     """Hash of all of a plan that determines a result table."""
     values = asdict(plan)
+    if name in BEYOND_TABLES:
+        values["grid"] = GRID
     if name not in DIAGNOSIS_TABLES:
         values.pop("diagnosis")
     return digest(values)
@@ -187,6 +200,12 @@ def open_tables(profile: Profile, name: str, recompute: bool = False) -> pd.Data
     """One result table over all targets of a profile, in the profile's order."""
     tables = (open_table(profile, plan.label, name, recompute) for plan in profile.plans)
     return pd.concat([table for table in tables if len(table)], ignore_index=True)
+
+
+def open_timings(profile: Profile, name: str, recompute: bool = False) -> pd.DataFrame | None:
+    """Timings of all targets of a profile; None if none were kept: a notebook that is opened by hand takes no times."""
+    kept = [results_folder(profile.name) / f"{plan.label}-{name}.parquet" for plan in profile.plans]
+    return open_tables(profile, name, recompute) if recompute or all(path.exists() for path in kept) else None
 
 
 def read_provenance(profile: str) -> dict:

@@ -7,7 +7,7 @@ import pytest
 from dblast.reproduction.captions import sizes, span
 from dblast.reproduction.paths import FIGURES
 
-CAPTIONS = sorted(path for profile in ("cpu", "losses", "sweeps") for path in (FIGURES / profile).glob("*.txt"))
+CAPTIONS = sorted(path for profile in ("cpu", "losses", "sweeps", "beyond") for path in (FIGURES / profile).glob("*.txt"))
 
 
 def test_sizes_and_ranges():
@@ -16,7 +16,7 @@ def test_sizes_and_ranges():
 
 
 def test_there_are_captions():
-    assert {path.parent.name for path in CAPTIONS} == {"cpu", "losses", "sweeps"}
+    assert {path.parent.name for path in CAPTIONS} == {"cpu", "losses", "sweeps", "beyond"}
 
 
 @pytest.mark.parametrize("path", CAPTIONS, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -146,7 +146,7 @@ def test_the_summary_counts_and_shows_what_moved_largest_first():
 # -- the tables of a profile --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("profile", ["cpu", "losses", "sweeps"])
+@pytest.mark.parametrize("profile", ["cpu", "losses", "sweeps", "beyond"])
 def test_every_table_with_errors_has_cells_that_do_not_move_against_themselves(profile):
     cells = read_cells(FIGURES / profile)
     assert set(compare(cells, cells).verdict) == {SAME}

@@ -35,6 +35,7 @@ from dblast.reproduction.plotting import (
     save_figure,
     training_figure,
 )
+from dblast.reproduction.beyond.study import proposal_figure
 from dblast.reproduction.sweeps import sweep_figure, training_setting_figure
 
 #: By name of the committed figure: how it is drawn from its data.
@@ -45,6 +46,7 @@ DRAWN = {
     "cpu/gains": gains_figure,
     "cpu/mismatch": lambda data: mismatch_figure(data, 6),
     "cpu/oracle": lambda data: oracle_figure(data, 7),
+    "beyond/proposals": proposal_figure,
     "sweeps/block_length": lambda data: sweep_figure(data, "block length b (tokens)"),
     "sweeps/threshold": lambda data: sweep_figure(data, "threshold τ", even=True),
     "sweeps/training_setting": lambda data: training_setting_figure(data, "low"),
@@ -89,7 +91,7 @@ def drawn_texts(monkeypatch):
 
 
 def test_no_committed_figure_is_left_out():
-    committed = {f"{profile}/{path.stem}" for profile in ("cpu", "losses", "sweeps") for path in (FIGURES / profile).glob("*.pdf")}
+    committed = {f"{profile}/{path.stem}" for profile in ("cpu", "losses", "sweeps", "beyond") for path in (FIGURES / profile).glob("*.pdf")}
     assert set(DRAWN) == committed
 
 

@@ -17,7 +17,7 @@ from dblast.reproduction import cli
 from dblast.reproduction.paths import NOTEBOOKS, ROOT
 from dblast.reproduction.profiles import PROFILES, get_profile
 from dblast.reproduction.reproduce import notebook_paths, parse_parameters
-from dblast.reproduction.results import TABLES, plan_digest, read_provenance, results_folder
+from dblast.reproduction.results import BEYOND_TABLES, TABLES, plan_digest, read_provenance, results_folder
 from dblast.support.files import sha256_file
 
 NOTEBOOK_FILES = sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
@@ -61,11 +61,12 @@ def test_environment_repeats_the_pins_of_the_direct_dependencies():
 
 
 def test_a_tour_and_numbered_notebooks_each_in_its_profile():
-    assert [path.name[:2] for path in NOTEBOOK_FILES] == ["00", "01", "02", "03", "04", "05", "06", "07"]
+    assert [path.name[:2] for path in NOTEBOOK_FILES] == ["00", "01", "02", "03", "04", "05", "06", "07", "08"]
     # The tour makes no figure or table: a batch run leaves it out.
     assert notebook_paths(get_profile("cpu")) == notebook_paths(get_profile("smoke")) == NOTEBOOK_FILES[1:6]
     assert notebook_paths(get_profile("losses")) == NOTEBOOK_FILES[6:7]
-    assert notebook_paths(get_profile("sweeps")) == NOTEBOOK_FILES[7:]
+    assert notebook_paths(get_profile("sweeps")) == NOTEBOOK_FILES[7:8]
+    assert notebook_paths(get_profile("beyond")) == NOTEBOOK_FILES[8:]
 
 
 def test_every_committed_json_is_json():
@@ -121,7 +122,15 @@ def test_no_code_cell_stands_in_two_notebooks():
                 assert seen.setdefault(cell.source, path) == path, f"{path.name} repeats a cell of {seen[cell.source].name}"
 
 
-@pytest.mark.parametrize(("name", "tables"), [("cpu", tuple(TABLES)), ("losses", ("scores",)), ("sweeps", ("scores",))])
+@pytest.mark.parametrize(
+    ("name", "tables"),
+    [
+        ("cpu", tuple(set(TABLES) - set(BEYOND_TABLES))),
+        ("losses", ("scores",)),
+        ("sweeps", ("scores",)),
+        ("beyond", ("proposals", "siblings")),
+    ],
+)
 def test_committed_results_are_those_of_their_profile(name, tables):
     profile = PROFILES[name]
     record = read_provenance(name)

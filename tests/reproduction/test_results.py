@@ -87,11 +87,13 @@ def test_damaged_provenance_is_refused_before_anything_is_computed(folder, monke
 
 def test_committed_provenance_is_that_of_its_configuration():
     """Entries of the kept tables hold the plan they are the hash of."""
-    for profile in ("cpu", "losses", "sweeps"):
+    for profile in ("cpu", "losses", "sweeps", "beyond"):
         for name, entry in read_provenance(profile).items():
             values = json.loads(json.dumps(entry["configuration"]))
             if not any(name.endswith(f"-{table}.parquet") for table in results.DIAGNOSIS_TABLES):
                 values.pop("diagnosis")
+            if any(name.endswith(f"-{table}.parquet") for table in results.BEYOND_TABLES):
+                values["grid"] = json.loads(json.dumps(results.GRID))
             assert results.digest(values) == entry["plan"], name
 
 
