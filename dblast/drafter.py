@@ -313,7 +313,7 @@ class DBlastDrafter(PreTrainedModel):
         flat = branch_hidden.reshape(-1, branch_hidden.shape[-1])
         parts = [flat @ head.T for head in self._head(flat)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return logits.view(*branch_hidden.shape[:-1], -1).float()
+        return logits.view(*branch_hidden.shape[:-1], logits.shape[-1]).float()
 
     def drafts(self, tokens: Tensor) -> Tensor:
         """Which target ids can be drafted at all, bool in the shape of ``tokens``."""
@@ -340,7 +340,7 @@ class DBlastDrafter(PreTrainedModel):
             rows = index.reshape(len(flat), *tokens.shape[2:])
             return chunked_log_q(flat, head, rows).view(index.shape)
         logits = self.logits(branch_hidden)
-        columns = index.clamp(min=0).view(*logits.shape[:-1], -1)
+        columns = index.clamp(min=0).view(*logits.shape[:-1], *(tokens.shape[2:] or (1,)))
         log_q = logits.gather(-1, columns) - logits.logsumexp(-1, keepdim=True)
         return log_q.view(index.shape).masked_fill(index < 0, float("-inf"))
 

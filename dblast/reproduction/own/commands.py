@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dblast.errors import DBlastError
+from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, OBJECTIVES, PROPOSALS, SETTINGS, one_of
 
 Prompts = Annotated[
     str,
@@ -47,12 +48,26 @@ def drafter(
         ),
     ] = None,
     categories: Annotated[int, typer.Option("--categories", "-K", help="Number of categories K.")] = 4,
-    loss: Annotated[str, typer.Option(help="Loss of fine-tuning: NLL, AL, KD, LK, NLA or another of `train`.")] = "AL",
+    loss: Annotated[
+        str,
+        typer.Option(
+            help="Loss of fine-tuning: NLL, AL, KD, LK, NLA or another of `train`.",
+            callback=one_of((*LOSSES, *OBJECTIVES), "loss", "losses"),
+        ),
+    ] = "AL",
     construction: Annotated[
-        str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")
+        str,
+        typer.Option(
+            help="AL loss: all_prefixes, one_prefix or whole_block.",
+            callback=one_of(AL_CONSTRUCTIONS, "AL construction", "AL constructions"),
+        ),
     ] = "all_prefixes",
     training_setting: Annotated[
-        str, typer.Option(help="Sampling of the text for fine-tuning: high, medium or low determinism.")
+        str,
+        typer.Option(
+            help="Sampling of the text for fine-tuning: high, medium or low determinism.",
+            callback=one_of(SETTINGS, "setting", "settings"),
+        ),
     ] = "low",
     block_length: Annotated[
         int | None, typer.Option(help="Draft block length b (default: 7, or the start drafter's).")
@@ -104,11 +119,15 @@ def evaluate(
     proposal: Annotated[
         list[str] | None,
         typer.Option(
-            help="greedy_branch, soft, tree, branches; independent for K = 1; may be repeated (default: three)."
+            help="greedy_branch, soft, tree, branches; independent for K = 1; may be repeated (default: three).",
+            callback=one_of(PROPOSALS, "proposal", "proposals"),
         ),
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option(help="high, medium or low; may be repeated (default: all).")
+        list[str] | None,
+        typer.Option(
+            help="high, medium or low; may be repeated (default: all).", callback=one_of(SETTINGS, "setting", "settings")
+        ),
     ] = None,
     per_task: Annotated[int, typer.Option(help="Prompts of every task at most.")] = 48,
     response_tokens: ResponseTokens = None,
