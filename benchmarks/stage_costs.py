@@ -94,8 +94,9 @@ def make_drafter(sizes: Sizes, categories: int = 4, block_length: int = 7) -> DB
     drafter = DBlastDrafter(config)
     drafter.set_draft_vocabulary(torch.arange(sizes.draft_vocabulary))
     dtype = getattr(torch, sizes.precision)
-    tables = (torch.randn(sizes.vocabulary, sizes.hidden).to(dtype) for _ in range(2))
-    return drafter.attach_tables(*tables)
+    # Logits of the size that a language model's have: much larger ones make denormal numbers, which are slow.
+    tables = (0.1 * torch.randn(sizes.vocabulary, sizes.hidden) for _ in range(2))
+    return drafter.attach_tables(*(table.to(dtype) for table in tables))
 
 
 def make_text(sizes: Sizes, context: int) -> Trajectory:

@@ -57,11 +57,15 @@ def refused(folder: Path, *sources: str) -> str:
     return line
 
 
-def test_a_notebook_runs_in_its_folder_with_its_parameters_and_its_kernel_ends(tmp_path):
-    path = write(tmp_path, "pathlib.Path('made').write_text(str(value))")
+def test_a_notebook_runs_in_its_folder_with_its_parameters_and_its_kernel_ends(tmp_path, monkeypatch):
+    # What decides how idle threads wait reaches the kernel before it loads torch.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    read = "pathlib.Path('policy').write_text(os.environ['OMP_WAIT_POLICY'])"
+    path = write(tmp_path, "pathlib.Path('made').write_text(str(value))", read)
     before = path.read_bytes()
     execute(path, tmp_path / "copy.ipynb", {"value": 2.0}, tmp_path)
     assert (tmp_path / "made").read_text() == "2.0" and path.read_bytes() == before
+    assert (tmp_path / "policy").read_text() == "passive"
     json.loads((tmp_path / "copy.ipynb").read_text(), parse_constant=pytest.fail)
     assert kernel_ended(tmp_path)
 

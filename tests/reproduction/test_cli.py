@@ -1,6 +1,7 @@
 """The command line's refusals: clear, in one line, and before the heavy modules are imported."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -189,3 +190,17 @@ def test_the_target_answers_as_its_drafter_was_trained(llama, make_drafter, tmp_
     target = replace(llama, chat_options=dict(llama.chat_options))
     demo.load_drafter(drafter.save(tmp_path / "made"), target)
     assert target.chat_options == {"enable_thinking": True}
+
+
+@pytest.mark.parametrize(("given", "policy"), [(None, "passive"), ("active", "active")])
+def test_idle_threads_sleep_unless_it_is_asked_otherwise(given, policy):
+    """Set before torch is loaded, for this process and all that it starts."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    code = (
+        "import os, runpy, sys; sys.argv = ['dblast', 'nope']\n"
+        "try: runpy.run_module('dblast', run_name='__main__')\n"
+        "except SystemExit: print(os.environ['OMP_WAIT_POLICY'], 'torch' in sys.modules)"
+    )
+    given = {"OMP_WAIT_POLICY": given} if given else {}
+    done = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == [policy, "False"]
