@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dblast.errors import DBlastError
-from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, OBJECTIVES, PROPOSALS, SETTINGS, one_of
+from dblast.reproduction.names import PROPOSALS, SETTINGS, one_of
 
 Prompts = Annotated[
     str,
@@ -48,26 +48,12 @@ def drafter(
         ),
     ] = None,
     categories: Annotated[int, typer.Option("--categories", "-K", help="Number of categories K.")] = 4,
-    loss: Annotated[
-        str,
-        typer.Option(
-            help="Loss of fine-tuning: NLL, AL, KD, LK, NLA or another of `train`.",
-            callback=one_of((*LOSSES, *OBJECTIVES), "loss", "losses"),
-        ),
-    ] = "AL",
+    loss: Annotated[str, typer.Option(help="Loss of fine-tuning: NLL, AL, KD, LK, NLA or another of `train`.")] = "AL",
     construction: Annotated[
-        str,
-        typer.Option(
-            help="AL loss: all_prefixes, one_prefix or whole_block.",
-            callback=one_of(AL_CONSTRUCTIONS, "AL construction", "AL constructions"),
-        ),
+        str, typer.Option(help="AL loss: all_prefixes, one_prefix or whole_block.")
     ] = "all_prefixes",
     training_setting: Annotated[
-        str,
-        typer.Option(
-            help="Sampling of the text for fine-tuning: high, medium or low determinism.",
-            callback=one_of(SETTINGS, "setting", "settings"),
-        ),
+        str, typer.Option(help="Sampling of the text for fine-tuning: high, medium or low determinism.")
     ] = "low",
     block_length: Annotated[
         int | None, typer.Option(help="Draft block length b (default: 7, or the start drafter's).")
