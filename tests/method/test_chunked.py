@@ -179,12 +179,6 @@ def test_tokens_outside_the_vocabulary_have_no_gradient_whatever_comes_in(width)
     hidden, head, index, grad = inputs(width=width)
     expected = value_and_gradient(chunked_log_q, hidden, head, index, grad)
     for poison in (float("nan"), float("inf"), 7.0):
-        # All rows count, and the backward pass runs twice.
-        whole, drawn = index.clamp(min=0), grad + 0.01
-        log_q = function(hidden, head, whole)
-        both = [torch.autograd.grad(log_q, hidden, drawn, retain_graph=True)[0] for _ in range(2)]
-        for gradient in both:
-            assert_close(gradient, value_and_gradient(plain, hidden, head, whole, drawn)[1], 1e-5)
         poisoned = grad.masked_fill(index < 0, poison)
         log_q, gradient = value_and_gradient(chunked_log_q, hidden, head, index, poisoned)
         assert_same_computation(log_q, expected[0])
