@@ -33,6 +33,9 @@ from dblast.targets import Target, shape_identity
 #: Keys and values of the context, one (keys, values) pair per layer, each (B, kv_heads, S, head_dim).
 ContextCache = list[tuple[Tensor, Tensor]]
 
+#: Anchors of one sequence that attend in one packed row. The mask hides blocks from each other, but their attention
+#: is computed all the same, and grows with this number.
+ANCHORS_PER_ROW = 8
 #: Logits (anchors * K * b * vocabulary) that :meth:`DBlastDrafter.log_q` computes in one piece: 32 MiB in float32.
 PLAIN_LOGITS = 2**23
 #: Logits that :meth:`DBlastDrafter.greedy_tokens` holds at once: 16 MiB, as :mod:`dblast.support.chunked` explains.
@@ -283,11 +286,18 @@ class DBlastDrafter(PreTrainedModel):
         Returns:
             :class:`DraftOutput` over N = B * A blocks, sequence-major.
         """
-        batch, length = features.shape[:2]
+        (batch, anchors), length = anchor_tokens.shape, features.shape[1]
         positions = torch.arange(length, device=features.device).expand(batch, -1)
         context = self.context_cache(features, positions)
-        mask = packed_mask(anchor_positions, length, self.config.block_size, context_lengths)
-        return self.heads(self.block_hidden(anchor_tokens, anchor_positions, context, mask))
+        # Rows of a few anchors, the last of them repeated; those of one sequence share its context.
+        rows = -(-anchors // ANCHORS_PER_ROW)
+        chosen = torch.arange(rows * -(-anchors // rows), device=features.device).clamp(max=anchors - 1)
+        tokens, places = (x[:, chosen].view(batch * rows, -1) for x in (anchor_tokens, anchor_positions))
+        context = [tuple(part.repeat_interleave(rows, dim=0) for part in pair) for pair in context]
+        lengths = None if context_lengths is None else context_lengths.repeat_interleave(rows)
+        mask = packed_mask(places, length, self.config.block_size, lengths)
+        hidden = self.block_hidden(tokens, places, context, mask).view(batch, len(chosen), self.config.block_size, -1)
+        return self.heads(hidden[:, :anchors])
 
     # -- reading q -----------------------------------------------------------------------------
 
@@ -303,7 +313,11 @@ class DBlastDrafter(PreTrainedModel):
         flat = branch_hidden.reshape(-1, branch_hidden.shape[-1])
         parts = [flat @ head.T for head in self._head(flat)]
         logits = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-        return logits.view(*branch_hidden.shape[:-1], -1).float()
+        return logits.view(*branch_hidden.shape[:-1], logits.shape[-1]).float()
+
+    def drafts(self, tokens: Tensor) -> Tensor:
+        """Which target ids can be drafted at all, bool in the shape of ``tokens``."""
+        return self.draft_slot[tokens] >= 0 if self.config.draft_vocab_size else torch.ones_like(tokens, dtype=torch.bool)
 
     def log_q(self, branch_hidden: Tensor, tokens: Tensor) -> Tensor:
         """log q_i(x_i | y, z) of given tokens.
@@ -326,7 +340,7 @@ class DBlastDrafter(PreTrainedModel):
             rows = index.reshape(len(flat), *tokens.shape[2:])
             return chunked_log_q(flat, head, rows).view(index.shape)
         logits = self.logits(branch_hidden)
-        columns = index.clamp(min=0).view(*logits.shape[:-1], -1)
+        columns = index.clamp(min=0).view(*logits.shape[:-1], *(tokens.shape[2:] or (1,)))
         log_q = logits.gather(-1, columns) - logits.logsumexp(-1, keepdim=True)
         return log_q.view(index.shape).masked_fill(index < 0, float("-inf"))
 

@@ -33,7 +33,7 @@ from dblast.support.checks import check_number, check_whole
 from dblast.support.progress import progress
 from dblast.trajectories import Trajectory, pack_first
 from dblast.trees import TREE_NODES, branch_trie, draft_trees
-from dblast.verifier import greedy_branch_acceptance, soft_acceptance
+from dblast.verifier import acceptance_given_emitted, soft_acceptance
 
 
 def _check_acceptance(acceptance: Tensor) -> None:
@@ -97,6 +97,8 @@ def expected_passes(acceptance: Tensor, length: Tensor | None = None) -> Tensor:
 PROPOSALS = (*MODES, "branches")
 #: Logits (anchors * K * b * V') that :func:`sampled_log_q` holds at once: 16 MiB in float32.
 DRAFT_LOGITS = 2**22
+#: Sampled drafts are scored as far as a slot is reached with this probability (:func:`reached_log_q`).
+LEAST_REACH = 1e-6
 
 
 def _check_proposal(
@@ -153,6 +155,63 @@ def sampled_log_q(
     return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]
 
 
+def agreeing_log_q(drafter: DBlastDrafter, branch_hidden: Tensor, tokens: Tensor, valid: Tensor) -> Tensor:
+    """log q_i(x_i | y, z) of greedy branches, (N, K, b), as far as each agrees with the stored text.
+
+    0 while it does and -inf from its first other token on, or past the end: what a branch would have drafted after
+    that token has no weight in eq. 20. So no other rows than these go through the head, slot by slot.
+
+    Args:
+        branch_hidden: (N, K, b, H).
+        tokens, valid: (N, b) stored tokens, and which exist.
+    """
+    log_q = torch.full(branch_hidden.shape[:-1], float("-inf"), device=tokens.device)
+    alive = torch.ones(branch_hidden.shape[:2], dtype=torch.bool, device=tokens.device)
+    for slot in range(tokens.shape[1]):
+        anchor, branch = (alive & valid[:, slot, None]).nonzero(as_tuple=True)
+        if not len(anchor):
+            break
+        agrees = drafter.greedy_tokens(branch_hidden[anchor, branch, slot]) == tokens[anchor, slot]
+        alive = torch.zeros_like(alive)
+        alive[anchor[agrees], branch[agrees]] = True
+        log_q[..., slot].masked_fill_(alive, 0.0)
+    return log_q
+
+
+def reached_log_q(
+    drafter: DBlastDrafter,
+    branch_hidden: Tensor,
+    tokens: Tensor,
+    valid: Tensor,
+    log_p: Tensor,
+    draft_temperatures: Sequence[float] = (1.0,),
+    draft_top_k: int = 0,
+) -> list[Tensor]:
+    """:func:`sampled_log_q` as far as a block may be accepted with probability :data:`LEAST_REACH`, and -inf after that.
+
+    q of a mixture is at most that of its best branch, so that slot j is reached with probability at most
+    prod_{i<j} max_z min(1, q_i(x_i | y, z) / p(x_i)), whatever Z_T is. Where this is below LEAST_REACH at every draft
+    temperature, slots from j on count as rejected. The expected accepted length of a draft falls by less than
+    (b - 1) LEAST_REACH. Along a text of n tokens, a loop with the same coins goes another way with a chance below
+    LEAST_REACH a pass, and is then at most n passes off: expected passes move by less than n LEAST_REACH of themselves.
+
+    Args:
+        tokens, valid, log_p: (N, b) stored tokens, which exist, and their log-probabilities.
+    """
+    log_q = [torch.full(branch_hidden.shape[:-1], float("-inf"), device=tokens.device) for _ in draft_temperatures]
+    reach = torch.ones(len(draft_temperatures), len(tokens), device=tokens.device)
+    for slot in range(tokens.shape[1]):
+        # Written so that NaN goes on, to be refused.
+        rows = (valid[:, slot] & ~(reach < LEAST_REACH).all(0)).nonzero().squeeze(1)
+        if not len(rows):
+            break
+        hidden, here = branch_hidden[rows, :, slot, None], tokens[rows, slot, None]
+        for i, table in enumerate(sampled_log_q(drafter, hidden, here, draft_temperatures, draft_top_k)):
+            log_q[i][rows, :, slot] = table[..., 0]
+            reach[i, rows] *= acceptance_given_emitted(table[..., 0].amax(1).exp(), log_p[rows, slot])
+    return log_q
+
+
 @torch.no_grad()
 def trajectory_acceptance(
     drafter: DBlastDrafter,
@@ -188,22 +247,18 @@ def trajectory_acceptance(
     with drafter.in_precision(precision):
         out = batch.run(drafter)
         check_output(out)
+        # The last anchor is repeated to fill the pass's rows.
+        hidden, tokens, valid, log_p = out.branch_hidden[:n], batch.tokens[:n], batch.valid[:n], batch.log_p[:n]
         # A draft temperature of zero is the greedy branch.
         temperatures = draft_temperatures if proposal in SAMPLED else [0.0]
         warm = [temperature for temperature in temperatures if temperature]
-        if warm:
-            log_q = sampled_log_q(drafter, out.branch_hidden, batch.tokens, warm, draft_top_k)
+        log_q = dict(zip(warm, reached_log_q(drafter, hidden, tokens, valid, log_p, warm, draft_top_k), strict=True))
         if len(warm) < len(temperatures):
-            branches = drafter.greedy_tokens(out.branch_hidden)
+            log_q[0.0] = agreeing_log_q(drafter, hidden, tokens, valid)
     rows = []
     for temperature in category_temperatures:
-        prior = log_category_prior(out.prior_logits, temperature)
-        for draft_temperature in temperatures:
-            if draft_temperature:
-                accept = soft_acceptance(log_q[warm.index(draft_temperature)], prior, batch.log_p)
-            else:
-                accept = greedy_branch_acceptance(branches, prior, batch.tokens, batch.log_p)
-            rows.append((accept * batch.valid)[:n])
+        prior = log_category_prior(out.prior_logits[:n], temperature)
+        rows += [soft_acceptance(log_q[draft], prior, log_p) * valid for draft in temperatures]
     accept = torch.stack(rows).cpu()
     _check_acceptance(accept)
     return accept

@@ -255,19 +255,21 @@ def loss_and_coverage(
     settings = {} if loss else {"tau": config.tau, "construction": config.construction}
     loss = loss or get_loss(config.loss)
     distills = getattr(loss, "needs_support", False)
+    # (N, b): all branches have one vocabulary.
+    drafted = (batch.valid & drafter.drafts(batch.tokens)).cumprod(-1).bool()
+    tokens = batch.tokens.unsqueeze(-1)
+    if distills:
+        # One product for the sampled token and for all that it was drawn from.
+        tokens = torch.cat([tokens, batch.support], dim=-1)
     with drafter.in_precision(getattr(torch, config.precision)):
         out = batch.run(drafter)
-        tokens = batch.tokens
-        if distills:
-            # One product for the sampled token and for all that it was drawn from.
-            tokens = torch.cat([tokens.unsqueeze(-1), batch.support], dim=-1)
-        log_q = drafter.log_q(out.branch_hidden, tokens)
-    realised = log_q[..., 0] if distills else log_q
-    # (N, b): all branches have one vocabulary.
-    drafted = batch.valid & (realised > float("-inf")).any(1).cumprod(-1).bool()
+        # Slots that no loss is over never reach the head; their log q stands as 0.
+        hidden = out.branch_hidden.transpose(1, 2)[drafted].unsqueeze(2)
+        log_q = drafter.log_q(hidden, tokens[drafted].unsqueeze(1)).squeeze(2)
+    filled = log_q.new_zeros(*drafted.shape, *log_q.shape[1:]).index_put((drafted,), log_q).transpose(1, 2)
     if distills:
-        settings |= {"log_q_candidates": log_q[..., 1:], "log_p_candidates": batch.support_log_p}
-    value = loss(realised, out.log_prior(), batch.log_p, drafted, **settings)
+        settings |= {"log_q_candidates": filled[..., 1:], "log_p_candidates": batch.support_log_p}
+    value = loss(filled[..., 0], out.log_prior(), batch.log_p, drafted, **settings)
     return value, drafted.sum().item() / batch.valid.sum().item()
 
 

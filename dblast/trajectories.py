@@ -434,18 +434,9 @@ def pack(
     )
 
 
-#: Anchors of one trajectory that attend in one packed row when all are scored. The mask hides blocks from each
-#: other, but their attention is computed all the same, and grows with the square of this number.
-ANCHORS_PER_ROW = 24
-
-
 def pack_first(trajectory: Trajectory, count: int, block_length: int, every: int = 1) -> AnchorBatch:
-    """The first ``count`` anchors of one trajectory as one pass; the last is repeated to fill the pass's rows.
+    """The first ``count`` anchors of one trajectory as one pass.
 
     With ``every`` above 1 they are the anchors after 0, ``every``, 2 ``every``, ... emitted tokens.
-
-    What the pass gives holds the wanted anchors in its first ``count`` blocks.
     """
-    rows = -(-count // ANCHORS_PER_ROW)
-    anchors = torch.arange(rows * -(-count // rows)).clamp(max=count - 1).view(rows, -1) * every
-    return pack([trajectory] * rows, list(anchors), block_length)
+    return pack([trajectory], [torch.arange(count) * every], block_length)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dblast.errors import DBlastError, storage_reason
-from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROFILES, PROMPT_SOURCES, STARTS
+from dblast.reproduction.names import (
+    AL_CONSTRUCTIONS,
+    LOSSES,
+    MODES,
+    OBJECTIVES,
+    PROFILES,
+    PROMPT_SOURCES,
+    STARTS,
+    VERIFICATIONS,
+    check_plan_names,
+    one_of,
+)
 from dblast.reproduction.own import commands as own_commands
 from dblast.reproduction.own.requirements import check_numbers, check_output, size
 from dblast.support.progress import INTERVAL
@@ -33,19 +43,8 @@ app = typer.Typer(
 
 
 
-def _one_of(names: tuple[str, ...], kind: str, plural: str) -> Callable[[str], str]:
-    """Refuses a word that names nothing, before torch is imported."""
-
-    def check(value: str) -> str:
-        if value not in names:
-            raise DBlastError(f"unknown {kind} {value!r}; known {plural}: {', '.join(names)}")
-        return value
-
-    return check
-
-
 ProfileOption = Annotated[
-    str, typer.Option(help="Profile name; `profiles` lists them.", callback=_one_of(PROFILES, "profile", "profiles"))
+    str, typer.Option(help="Profile name; `profiles` lists them.", callback=one_of(PROFILES, "profile", "profiles"))
 ]
 
 
@@ -105,10 +104,16 @@ def train(
         typer.Option(
             help=f"{', '.join(LOSSES)}, or another objective: {', '.join(OBJECTIVES)}; "
             "those ending in 1 use the sampled token alone.",
-            callback=_one_of((*LOSSES, *OBJECTIVES), "loss", "losses"),
+            callback=one_of((*LOSSES, *OBJECTIVES), "loss", "losses"),
         ),
     ] = "AL",
-    construction: Annotated[str, typer.Option(help=f"AL loss: {', '.join(AL_CONSTRUCTIONS)}.")] = "all_prefixes",
+    construction: Annotated[
+        str,
+        typer.Option(
+            help=f"AL loss: {', '.join(AL_CONSTRUCTIONS)}.",
+            callback=one_of(AL_CONSTRUCTIONS, "AL construction", "AL constructions"),
+        ),
+    ] = "all_prefixes",
     seed: Annotated[int, typer.Option(help="Seed of category heads and data order.")] = 0,
     model: Model = None,
     mask_token_id: MaskTokenId = None,
@@ -126,6 +131,7 @@ def train(
 ) -> None:
     """Fine-tune one drafter and score it; every stage before it is made or found. Kill it and rerun: it resumes."""
     _check_names(model, output)
+    check_plan_names(profile, target, model, prompts, tasks, start)
     check_numbers(
         categories=categories,
         seed=seed,
@@ -197,6 +203,7 @@ def pretrain(
 ) -> None:
     """Pre-train a DFlash drafter from the target's own layers; `train --start FOLDER` goes on from it. It resumes."""
     _check_names(model, output)
+    check_plan_names(profile, target, model, prompts, tasks, start)
     check_numbers(block_length=block_length, layers=layers, steps=steps, training_prompts=training_prompts)
 
     from dblast.reproduction.plan_options import customise
@@ -260,13 +267,17 @@ def generate(
     category_temperature: Annotated[
         float | None, typer.Option(help="Z_T; 0 takes the likeliest category (default: calibrated, else 1).")
     ] = None,
-    mode: Annotated[str, typer.Option(help=f"{', '.join(MODES)}.")] = "greedy_branch",
+    mode: Annotated[
+        str, typer.Option(help=f"{', '.join(MODES)}.", callback=one_of(MODES, "proposal mode", "modes"))
+    ] = "greedy_branch",
     nodes: Annotated[int | None, typer.Option(help="Size of the draft tree of --mode tree (default: 28).")] = None,
     draft_temperature: Annotated[
         float | None, typer.Option(help="Of the drafter's tokens in --mode soft or independent (default: 1).")
     ] = None,
     draft_top_k: Annotated[int | None, typer.Option(help="The drafter's own top-k in these modes (default: all).")] = None,
-    verification: Annotated[str, typer.Option(help="token or block.")] = "token",
+    verification: Annotated[
+        str, typer.Option(help="token or block.", callback=one_of(VERIFICATIONS, "verification", "verifications"))
+    ] = "token",
     max_new_tokens: Annotated[int, typer.Option(help="Token budget.")] = 128,
     seed: own_commands.Seed = 0,
     enable_thinking: own_commands.EnableThinking = None,

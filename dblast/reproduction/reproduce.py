@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -22,7 +23,7 @@ from dblast.errors import DBlastError, storage_reason
 from dblast.reproduction.paths import FIGURES, NOTEBOOKS, OUTPUT, REGENERATE, RESULTS, RUNS, use_empty_cache
 from dblast.reproduction.profiles import Profile, get_profile
 from dblast.reproduction.progress import relay
-from dblast.reproduction.stages import locked
+from dblast.reproduction.stages import RECORD, list_stages, locked
 from dblast.support.bundled import fetch_smollm2
 
 
@@ -174,13 +175,33 @@ def reproduce(
 def _execute(profile: Profile, paths: list[Path], values: dict) -> None:
     """Run notebooks one after the other and say what they made."""
     run, start = RUNS / profile.name, time.time()
+    seconds = {}
     with relay(run / "progress.log"):
         for path in paths:
             typer.secho(f"\n{path.name}", fg=typer.colors.CYAN)
             began = time.monotonic()
             execute(path, run / path.name, values)
-            typer.echo(f"{path.name} done in {time.monotonic() - began:.0f} s")
+            seconds[path.name] = time.monotonic() - began
+            typer.echo(f"{path.name} done in {seconds[path.name]:.0f} s")
     _report(profile, start)
+    typer.echo(time_table(seconds, start))
+
+
+def time_table(notebooks: dict[str, float], start: float) -> str:
+    """Where the time of a run went: seconds of every notebook, and of what was made for the cache since ``start``, by kind.
+
+    Stages of one kind add up, those that were made side by side as well, and what one makes for itself counts in both.
+    """
+    made: dict[str, list[float]] = {}
+    for stored in list_stages():
+        path = stored.folder / RECORD
+        # Of this run alone: what another one left has no part in it.
+        if path.is_file() and path.stat().st_mtime >= start and stored.state != "damaged":
+            made.setdefault(stored.kind, []).append(json.loads(path.read_text(encoding="utf-8"))["seconds"])
+    rows = [*notebooks.items(), ("all notebooks", sum(notebooks.values()))]
+    rows += [(f"stages: {kind} ({len(times)})", sum(times)) for kind, times in sorted(made.items(), key=lambda x: -sum(x[1]))]
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["", f"{'time':{width}}  seconds", *(f"{name:{width}}  {value:7.0f}" for name, value in rows)])
 
 
 def _report(profile: Profile, start: float) -> None:

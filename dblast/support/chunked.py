@@ -2,9 +2,9 @@
 
 The log-probability of a few tokens needs their logits and one log-sum-exp, the
 gradient needs the softmax once more. Both are computed tile by tile over rows
-and vocabulary, so that neither the forward nor the backward pass ever holds a
-(R, V) tensor, and the backward pass keeps nothing of that size: it multiplies a
-second time instead.
+and vocabulary, so that no softmax of all rows is ever held. Where the logits are
+few enough to be kept, in the dtype of the product, the backward pass reads them;
+elsewhere no (R, V) tensor exists at all, and it multiplies a second time instead.
 
 Shapes: R rows (N blocks * K branches * b positions), H hidden size, V tokens of
 the (draft) vocabulary, W tokens asked for in every row.
@@ -25,6 +25,8 @@ from dblast.errors import DBlastError
 CPU_CHUNK = 2048
 #: Elsewhere: 256 MiB a tile, large enough that the launch of a kernel costs little beside its work.
 DEVICE_CHUNK = 8192
+#: Logits that are kept for the backward pass: 128 MiB in bfloat16. A third of the products is saved.
+KEPT_LOGITS = 2**26
 
 
 def chunked_log_q(
@@ -119,7 +121,7 @@ def _spans(total: int, size: int) -> Iterator[slice]:
 
 
 def _tiles(
-    hidden: Tensor, head: Tensor, index: Tensor, chunks: tuple[int, int]
+    hidden: Tensor, head: Tensor, index: Tensor, chunks: tuple[int, int], kept: list[Tensor] | None = None
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
     """Tiles of the logits, at most ``chunks`` rows and tokens large; together they cover all rows and tokens.
 
@@ -127,6 +129,7 @@ def _tiles(
         hidden: (R, H) contiguous, in the dtype of the product.
         head: (V, H), any floating dtype; converted piece by piece, never as a whole.
         index: (R, W) in -1..V - 1.
+        kept: an empty list to be filled with the products, (R, v) of every part of the head; None keeps none.
 
     Yields:
         For r rows and v tokens: the rows (slice), the (v, H) part of the head, the (r, v) logits in the
@@ -137,20 +140,45 @@ def _tiles(
     # Tokens outside, rows inside: every part of the head, much the largest operand, is read and converted once.
     for tokens in _spans(len(head), tokens_per_chunk):
         part = head[tokens].to(hidden.dtype).contiguous()
+        if kept is not None:
+            kept.append(hidden.new_empty(len(hidden), len(part)))
         for rows in _spans(len(hidden), rows_per_chunk):
             # Two dimensions and contiguous operands: anything else falls into a batched product, many times slower.
-            logits = (hidden[rows] @ part.T).to(_statistics_dtype(hidden.dtype))
-            column = index[rows] - tokens.start
-            inside = (column >= 0) & (column < len(part))
-            yield rows, part, logits, column.clamp(0, len(part) - 1), inside
+            if kept is None:
+                logits = hidden[rows] @ part.T
+            else:
+                logits = torch.mm(hidden[rows], part.T, out=kept[-1][rows])
+            logits = logits.to(_statistics_dtype(hidden.dtype), copy=kept is not None)
+            yield rows, part, logits, *_place(index[rows], tokens, part)
 
 
-def _read(hidden: Tensor, head: Tensor, index: Tensor, chunks: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _kept_tiles(
+    kept: list[Tensor], wanted: Tensor | slice, head: Tensor, index: Tensor, chunks: tuple[int, int]
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]]:
+    """:func:`_tiles` of the ``wanted`` rows, from products that it kept of all; ``index`` is that of these rows alone."""
+    for tokens, table in zip(_spans(len(head), chunks[1]), kept, strict=True):
+        part = head[tokens].to(table.dtype).contiguous()
+        table = table[wanted]
+        for rows in _spans(len(table), chunks[0]):
+            logits = table[rows].to(_statistics_dtype(table.dtype), copy=True)
+            yield rows, part, logits, *_place(index[rows], tokens, part)
+
+
+def _place(index: Tensor, tokens: slice, part: Tensor) -> tuple[Tensor, Tensor]:
+    """Columns of the tokens asked for in a part of the head, and whether they lie in it."""
+    column = index - tokens.start
+    inside = (column >= 0) & (column < len(part))
+    return column.clamp(0, len(part) - 1), inside
+
+
+def _read(
+    hidden: Tensor, head: Tensor, index: Tensor, chunks: tuple[int, int], kept: list[Tensor] | None
+) -> tuple[Tensor, Tensor]:
     """Logits at ``index``, (R, W), -inf at -1, and log-sum-exp of all, (R,); arguments of :func:`_tiles`."""
     dtype = _statistics_dtype(hidden.dtype)
     chosen = hidden.new_full(index.shape, float("-inf"), dtype=dtype)
     log_sum = hidden.new_full((len(hidden),), float("-inf"), dtype=dtype)
-    for rows, _, logits, column, inside in _tiles(hidden, head, index, chunks):
+    for rows, _, logits, column, inside in _tiles(hidden, head, index, chunks, kept):
         chosen[rows] = torch.where(inside, logits.gather(1, column), chosen[rows])
         peak = logits.amax(1, keepdim=True)
         # In place: torch.logsumexp would allocate the tile twice more. The largest logit adds exp(0) = 1
@@ -161,17 +189,17 @@ def _read(hidden: Tensor, head: Tensor, index: Tensor, chunks: tuple[int, int]) 
 
 
 def _pull_back(
-    hidden: Tensor, head: Tensor, index: Tensor, log_sum: Tensor, grad: Tensor, chunks: tuple[int, int]
+    tiles: Iterator[tuple[slice, Tensor, Tensor, Tensor, Tensor]], hidden: Tensor, log_sum: Tensor, grad: Tensor
 ) -> Tensor:
-    """Gradient for the hidden states, (R, H) in the dtype of the statistics.
+    """Gradient for the hidden states, (R, H) in the dtype of the statistics, from :func:`_tiles`.
 
-    sum_w g_w (onehot(index_w) - softmax) @ head, with ``grad`` (R, W) zero wherever ``index`` is -1.
+    sum_w g_w (onehot(index_w) - softmax) @ head, with ``grad`` (R, W) zero wherever the index is -1.
     """
     # Not the product's dtype: rounding after every tile would add up.
     grad_hidden = torch.zeros_like(hidden, dtype=_statistics_dtype(hidden.dtype))
     total = grad.sum(1, keepdim=True)
     log_sum = log_sum.unsqueeze(1)
-    for rows, part, logits, column, inside in _tiles(hidden, head, index, chunks):
+    for rows, part, logits, column, inside in tiles:
         grad_logits = logits.sub_(log_sum[rows]).exp_().mul_(-total[rows])
         # One-hot and softmax meet before the sum is rounded to the dtype of the product: they
         # nearly cancel where the drafter is sure. Adding, because a token may stand in a row twice.
@@ -181,8 +209,8 @@ def _pull_back(
 
 
 class _ChunkedLogQ(torch.autograd.Function):
-    """:func:`chunked_log_q` on checked arguments; keeps ``hidden`` (in the dtype of the product), ``head``, ``index``
-    and the log-sum-exp for the backward pass."""
+    """:func:`chunked_log_q` on checked arguments; keeps ``hidden`` (in the dtype of the product), ``head``, ``index``,
+    the log-sum-exp and, if they are few enough, the logits for the backward pass."""
 
     @staticmethod
     def forward(ctx, hidden, head, index, dtype, chunks):
@@ -190,7 +218,8 @@ class _ChunkedLogQ(torch.autograd.Function):
         rows = _members((index >= 0).any(1))
         log_q = flat.new_full(index.shape, float("-inf"), dtype=_statistics_dtype(dtype))
         log_sum = log_q.new_zeros(len(flat))
-        chosen, log_sum[rows] = _read(flat[rows], head, index[rows], chunks)
+        ctx.kept = [] if ctx.needs_input_grad[0] and len(flat) * len(head) <= KEPT_LOGITS else None
+        chosen, log_sum[rows] = _read(flat[rows], head, index[rows], chunks, ctx.kept)
         log_q[rows] = chosen - log_sum[rows].unsqueeze(1)
         ctx.save_for_backward(flat, head, index, log_sum)
         ctx.chunks, ctx.hidden_dtype = chunks, hidden.dtype
@@ -206,6 +235,13 @@ class _ChunkedLogQ(torch.autograd.Function):
         grad_hidden = flat.new_zeros(flat.shape, dtype=ctx.hidden_dtype)
         # The dtypes are those of the forward pass, whatever autocast says where backward() is called.
         with torch.autocast(flat.device.type, enabled=False):
-            pulled = _pull_back(flat[rows], head, index[rows], log_sum[rows], grad[rows], ctx.chunks)
+            some, chosen = flat[rows], index[rows]
+            if ctx.kept is None:
+                tiles = _tiles(some, head, chosen, ctx.chunks)
+            else:
+                # Kept are the rows of the forward pass, of which these are some.
+                place = rows if isinstance(rows, slice) else ((index >= 0).any(1).cumsum(0) - 1)[rows]
+                tiles = _kept_tiles(ctx.kept, place, head, chosen, ctx.chunks)
+            pulled = _pull_back(tiles, some, log_sum[rows], grad[rows])
         grad_hidden[rows] = pulled.to(ctx.hidden_dtype)
         return grad_hidden, None, None, None, None

@@ -17,6 +17,18 @@ from tests.helpers import assert_close, assert_same_computation, generator
 
 ROWS, HIDDEN, VOCABULARY, CANDIDATES = 11, 6, 23, 4
 CHUNKS = [None, 1, 2, 5, 7, 22, 23, 100]
+#: Limits of the logits that are kept for the backward pass: none ever, and those of all tests.
+KEPT = {"twice": 0, "kept": 2**20}
+
+
+@pytest.fixture(autouse=True, params=KEPT)
+def limit(request, monkeypatch):
+    """Every test with logits that are multiplied again, and with logits that are kept."""
+    monkeypatch.setattr(chunked, "KEPT_LOGITS", KEPT[request.param])
+
+
+twice = pytest.mark.parametrize("limit", ["twice"], indirect=True)
+kept = pytest.mark.parametrize("limit", ["kept"], indirect=True)
 
 
 def inputs(rows: int = ROWS, width: int | None = None, dtype=torch.float32, vocabulary: int = VOCABULARY):
@@ -191,14 +203,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        if function is torch.ops.aten.mm.default:
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
             self.product_rows.append(len(out))
         sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self.largest = max(self.largest, *sizes, 0)
         return out
 
 
-def test_rows_without_gradient_and_rows_outside_the_vocabulary_cost_no_product():
+def test_rows_without_gradient_and_rows_outside_the_vocabulary_cost_no_product(limit):
     hidden, head, index, grad = inputs(width=CANDIDATES)
     index = index.clamp(min=0)
     index[[2, 7]] = -1
@@ -207,7 +219,8 @@ def test_rows_without_gradient_and_rows_outside_the_vocabulary_cost_no_product()
         log_q = chunked_log_q(hidden, head, index)
     with Watch() as backward:
         (gradient,) = torch.autograd.grad(log_q, hidden, grad)
-    assert forward.product_rows == [ROWS - 2] and backward.product_rows == [ROWS - 5] * 2
+    products = 1 if chunked.KEPT_LOGITS else 2
+    assert forward.product_rows == [ROWS - 2] and backward.product_rows == [ROWS - 5] * products
     assert gradient.any(1).logical_not().nonzero().flatten().tolist() == [0, 2, 4, 5, 7]
     agree(chunked_log_q, hidden, head, index, grad)
 
@@ -321,25 +334,27 @@ def test_logit_by_a_dot_product_of_its_own_would_be_positive():
 
 def saved(function, hidden, head, index) -> list[torch.Tensor]:
     """What a forward pass under autocast keeps for its backward pass."""
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    tensors = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensors.append(tensor) or tensor, lambda tensor: tensor):
         with autocast():
             function(hidden, head, index)
-    return kept
+    return tensors
 
 
+@twice
 @pytest.mark.parametrize("width", [None, CANDIDATES])
 def test_only_states_head_index_and_log_sum_exp_are_kept(width):
     hidden, head, index, _ = inputs(width=width)
-    kept = saved(chunked_log_q, hidden, head, index)
+    found = saved(chunked_log_q, hidden, head, index)
     shapes = {(ROWS, HIDDEN), (VOCABULARY, HIDDEN), (ROWS, width or 1), (ROWS,)}
-    assert len(kept) == 4 and {tuple(tensor.shape) for tensor in kept} == shapes
-    assert kept[0].dtype == torch.bfloat16  # the states as they entered the product
-    assert kept[1].data_ptr() == head.data_ptr()  # no second copy of the head
+    assert len(found) == 4 and {tuple(tensor.shape) for tensor in found} == shapes
+    assert found[0].dtype == torch.bfloat16  # the states as they entered the product
+    assert found[1].data_ptr() == head.data_ptr()  # no second copy of the head
     # The plain computation does keep the table, so the absence above means something.
     assert (ROWS, VOCABULARY) in {tuple(tensor.shape) for tensor in saved(plain, hidden, head, index)}
 
 
+@twice
 @pytest.mark.parametrize("enabled", [False, True], ids=["float32", "bfloat16"])
 def test_no_operation_of_either_pass_makes_a_tensor_larger_than_its_tile(enabled):
     hidden, head, index, grad = inputs(rows=60, vocabulary=500, width=CANDIDATES)
@@ -353,6 +368,26 @@ def test_no_operation_of_either_pass_makes_a_tensor_larger_than_its_tile(enabled
 
     assert peak(chunked_log_q, rows_per_chunk=9, tokens_per_chunk=40) == bound
     assert peak(plain) == 60 * 500
+
+
+@kept
+@pytest.mark.parametrize("enabled", [False, True], ids=["float32", "bfloat16"])
+def test_kept_logits_give_the_very_numbers_of_a_second_product(enabled, monkeypatch):
+    """As they are in the dtype of the product, nothing is lost; tables above the limit are not kept."""
+    found = []
+    for limit in (0, 60 * 500 - 1, 60 * 500):
+        monkeypatch.setattr(chunked, "KEPT_LOGITS", limit)
+        hidden, head, index, grad = inputs(rows=60, vocabulary=500, width=CANDIDATES)
+        grad[::3] = 0.0
+        with autocast(enabled):
+            log_q = chunked_log_q(hidden, head, index, rows_per_chunk=9, tokens_per_chunk=40)
+        with Watch() as watch:
+            (gradient,) = torch.autograd.grad(log_q, hidden, grad)
+        found.append((log_q.detach(), gradient, len(watch.product_rows)))
+    assert found[0][2] == found[1][2] == 2 * found[2][2]
+    for log_q, gradient, _ in found[1:]:
+        assert_same_computation(log_q, found[0][0])
+        assert_same_computation(gradient, found[0][1])
 
 
 def test_nothing_is_kept_without_gradient():
@@ -420,17 +455,24 @@ MUTANTS = {
     "log-sum-exp of the last tile": ("torch.logaddexp(log_sum[rows], part)", "part"),
     "peak forgotten": (" + peak.squeeze(1)", ""),
     "logit of the last tile": ("logits.gather(1, column), chosen[rows])", "logits.gather(1, column), -torch.inf)"),
-    "column not shifted": ("index[rows] - tokens.start", "index[rows]"),
+    "column not shifted": ("index - tokens.start", "index"),
     "last part of a span lost": ("range(0, total, size)", "range(0, total - size + 1, size)"),
-    "-1 taken for the first token": ("inside = (column >= 0)", "inside = ((column >= 0) | (index[rows] < 0))"),
+    "-1 taken for the first token": ("inside = (column >= 0)", "inside = ((column >= 0) | (index < 0))"),
     "gradient at -1": ("grad.masked_fill(index < 0, 0.0)", "grad"),
-    "rows with any -1 skipped": ("(index >= 0).any(1)", "(index >= 0).all(1)"),
+    "rows with any -1 skipped": ("_members((index >= 0).any(1))", "_members((index >= 0).all(1))"),
     "rows with any zero skipped": ("(grad != 0).any(1)", "(grad != 0).all(1)"),
     "negative gradients skipped": ("(grad != 0)", "(grad > 0)"),
     "statistics in the dtype of the product": ("torch.promote_types(dtype, torch.float32)", "dtype"),
     "autocast ignored": ("torch.is_autocast_enabled(device)", "False"),
     "autocast of the caller of backward": ("torch.autocast(flat.device.type, enabled=False)", "torch.enable_grad()"),
     "gradient accumulated in bfloat16": ("(hidden, dtype=_statistics_dtype(hidden.dtype))", "(hidden)"),
+    "statistics overwrite what is kept": ("copy=kept is not None", "copy=False"),
+    "softmax overwrites what is kept": (
+        "table[rows].to(_statistics_dtype(table.dtype), copy=True)",
+        "table[rows].to(_statistics_dtype(table.dtype))",
+    ),
+    "kept rows of the whole batch": ("((index >= 0).any(1).cumsum(0) - 1)[rows]", "rows"),
+    "kept rows counted from one": (".cumsum(0) - 1)[rows]", ".cumsum(0))[rows] % (index >= 0).any(1).sum()"),
     "logit by a dot product": (
         "logits.gather(1, column)",
         "(hidden[rows].unsqueeze(1).float() * head[index[rows].clamp(min=0)].float()).sum(-1).to(dtype)",
@@ -450,6 +492,12 @@ def every_check(function) -> None:
             assert log_q.dtype == gradient.dtype == torch.float32
             assert_close(log_q, rough, 1e-5)
             assert distance(gradient, rough_gradient) < 1e-2
+        # All rows count, and the backward pass runs twice.
+        whole, drawn = index.clamp(min=0), grad + 0.01
+        log_q = function(hidden, head, whole)
+        both = [torch.autograd.grad(log_q, hidden, drawn, retain_graph=True)[0] for _ in range(2)]
+        for gradient in both:
+            assert_close(gradient, value_and_gradient(plain, hidden, head, whole, drawn)[1], 1e-5)
         poisoned = grad.masked_fill(index < 0, float("nan"))
         assert value_and_gradient(function, hidden, head, index, poisoned)[1].isfinite().all()
         log_q = function(hidden, head, index)
@@ -470,11 +518,21 @@ def test_the_checks_accept_the_implementation():
     every_check(chunked_log_q)
 
 
+def refuses(module: types.ModuleType) -> bool:
+    """Whether one of the checks fails, with logits kept or without."""
+    for module.KEPT_LOGITS in KEPT.values():
+        try:
+            every_check(module.chunked_log_q)
+        except (AssertionError, IndexError):
+            return True
+    return False
+
+
+@kept
 @pytest.mark.parametrize("name", MUTANTS)
 def test_the_checks_refuse_a_faulty_implementation(name):
     right, wrong = MUTANTS[name]
     assert SOURCE.count(right) == 1, "the mutant no longer fits the source"
     module = types.ModuleType("mutant")
     exec(compile(SOURCE.replace(right, wrong), name, "exec"), module.__dict__)
-    with pytest.raises(AssertionError):
-        every_check(module.chunked_log_q)
+    assert refuses(module)

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from dblast import drafter as drafter_module
 from dblast.backbone import DBlastConfig, DraftLayer, default_taps, packed_mask, rotary, rotate
 from dblast.drafter import DBlastDrafter, log_category_prior, most_likely
 from dblast.errors import DBlastError
@@ -589,3 +590,20 @@ def test_large_tables_of_logits_are_never_held_and_give_the_same(llama, make_dra
     torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(found[0][1], found[1][1], atol=1e-4, rtol=1e-4)
     assert found[0][1].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4, 100])
+def test_how_many_anchors_attend_side_by_side_changes_nothing(llama, make_drafter, monkeypatch, limit):
+    """Outputs, and the gradients of all parameters, whether or not the rows divide the anchors evenly."""
+    inputs = blocks(anchors=5)
+    found = []
+    for size in (5, limit):
+        monkeypatch.setattr(drafter_module, "ANCHORS_PER_ROW", size)
+        drafter = make_drafter(llama)
+        out = drafter(**inputs)
+        weights = torch.randn(out.branch_hidden.shape, generator=torch.Generator().manual_seed(0))
+        ((out.branch_hidden * weights).sum() + out.prior_logits.square().sum()).backward()
+        found.append([out.branch_hidden, out.prior_logits, *(parameter.grad for parameter in drafter.parameters())])
+    for one, other in zip(*found, strict=True):
+        assert one.abs().max() > 1e-4
+        assert_same_computation(other, one)

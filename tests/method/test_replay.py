@@ -13,9 +13,9 @@ import torch
 from dblast import replay
 from dblast.drafter import DraftOutput
 from dblast.errors import DBlastError
-from dblast.proposals import branch_log_q, propose
-from dblast.replay import expected_accepted, expected_passes, sampled_log_q, score
-from dblast.trajectories import block_index
+from dblast.proposals import branch_log_q, point_masses, propose
+from dblast.replay import expected_accepted, expected_passes, sampled_log_q, score, trajectory_acceptance
+from dblast.trajectories import block_index, pack_first
 from dblast.reproduction.estimates import ratio_with_influence, standard_error
 from dblast.verifier import greedy_branch_acceptance, soft_acceptance
 from tests.helpers import (
@@ -372,3 +372,89 @@ def test_single_unit_has_no_standard_error():
 def test_no_trajectories_is_an_error():
     with pytest.raises(DBlastError, match="no trajectories"):
         ratio_with_influence(np.zeros(0), np.zeros(0))
+
+
+def full_table(drafter, trajectory, temperatures, draft_temperatures=()):
+    """Acceptance of every slot of every branch, nothing left out: (Z, n, b), or (Z * D, n, b) of sampled drafts."""
+    n = len(trajectory.response_ids)
+    batch = pack_first(trajectory, n, drafter.config.block_length)
+    with torch.no_grad():
+        out = batch.run(drafter)
+        if draft_temperatures:
+            tables = sampled_log_q(drafter, out.branch_hidden, batch.tokens, draft_temperatures)
+        else:
+            tables = [point_masses(drafter.greedy_tokens(out.branch_hidden), batch.tokens)]
+    rows = [soft_acceptance(log_q, out.log_prior(z), batch.log_p) for z in temperatures for log_q in tables]
+    return torch.stack([(row * batch.valid)[:n] for row in rows])
+
+
+def drafts_of(drafter, trajectory, copied, seed):
+    """The trajectory with a share of its tokens replaced, one after the other, by what a branch drafts at an earlier anchor."""
+    rng, n, b = generator(seed), len(trajectory.response_ids), drafter.config.block_length
+    for start in range(0, n, b):
+        out = pack_first(trajectory, n, b).run(drafter)
+        branches = drafter.greedy_tokens(out.branch_hidden)[start]
+        length = min(n - start, int(torch.randint(b + 1, (1,), generator=rng) * copied + 0.5))
+        branch = int(torch.randint(len(branches), (1,), generator=rng))
+        trajectory.response_ids[start : start + length] = branches[branch, :length]
+    return trajectory
+
+
+REPLAYED = [(1, 0, 1), (1, 12, 7), (4, 0, 30), (4, 12, 8), (4, 12, 2)]
+
+
+@pytest.mark.parametrize(("branches", "draft_vocab_size", "response"), REPLAYED)
+def test_greedy_tokens_of_slots_that_no_branch_reaches_are_not_needed(
+    llama, make_drafter, make_trajectory, branches, draft_vocab_size, response, monkeypatch
+):
+    drafter = make_drafter(llama, num_categories=branches, draft_vocab_size=draft_vocab_size, block_length=5)
+    temperatures, reached = (0.0, 0.5, 1.0), 0.0
+    for seed in range(6):
+        trajectory = drafts_of(drafter, make_trajectory(response=response, seed=seed), seed % 3 / 2, seed)
+        expected = full_table(drafter, trajectory, temperatures)
+        made, rows = trajectory_acceptance(drafter, trajectory, temperatures), []
+        assert_close(made, expected)
+        reached = max(reached, float(expected.sum(-1).max()))
+        # Rows of the head: pairs of anchor and branch that have agreed so far, and no others.
+        with monkeypatch.context() as patch:
+            greedy = drafter.greedy_tokens
+            patch.setattr(drafter, "greedy_tokens", lambda hidden: rows.append(len(hidden)) or greedy(hidden))
+            trajectory_acceptance(drafter, trajectory, temperatures)
+        assert rows[0] == response * branches and sum(rows) < response * branches * 5 or response < 3
+        assert rows == sorted(rows, reverse=True)
+    assert reached > 1 or response < 3
+
+
+@pytest.mark.parametrize(("branches", "draft_vocab_size", "response"), REPLAYED)
+def test_sampled_drafts_are_scored_as_far_as_they_can_be_accepted(
+    llama, make_drafter, make_trajectory, branches, draft_vocab_size, response, monkeypatch
+):
+    """Nothing moves by more than the bound that is stated, which is tried at a thousand times the limit in use."""
+    drafter = make_drafter(llama, num_categories=branches, draft_vocab_size=draft_vocab_size, block_length=5)
+    categories, drafts, left_out = (0.0, 1.0), (0.3, 1.0), 0
+    for seed, least in itertools.product(range(4), (0.0, 1e-6, 1e-3, 0.1)):
+        monkeypatch.setattr(replay, "LEAST_REACH", least)
+        trajectory = drafts_of(drafter, make_trajectory(response=response, seed=seed), seed % 3 / 2, seed)
+        expected = full_table(drafter, trajectory, categories, drafts)
+        made = trajectory_acceptance(drafter, trajectory, categories, "soft", draft_temperatures=drafts)
+        if not least:
+            assert_close(made, expected)
+        left_out += int(((expected > 0) & (made == 0)).sum()) if least == 0.1 else 0
+        assert_close(made[made > 0], expected[made > 0])
+        rounding = 1e-6
+        lost = expected_accepted(expected) - expected_accepted(made)
+        assert (lost > -rounding).all() and (lost < 4 * least + rounding).all()
+        moved = (expected_passes(made) - expected_passes(expected)).abs()
+        assert (moved < response * (least * expected_passes(expected) + rounding)).all()
+    assert left_out or response < 30  # else the test shows nothing
+
+
+def test_a_limit_that_is_not_kept_passes_the_bound(llama, make_drafter, make_trajectory, monkeypatch):
+    """Slots left out where a draft still gets there half of the time."""
+    drafter = make_drafter(llama, num_categories=2, block_length=5)
+    trajectory = drafts_of(drafter, make_trajectory(response=30), 1.0, 0)
+    expected = full_table(drafter, trajectory, (1.0,), (0.3,))
+    monkeypatch.setattr(replay, "LEAST_REACH", 0.5)
+    made = trajectory_acceptance(drafter, trajectory, (1.0,), "soft", draft_temperatures=(0.3,))
+    lost = expected_accepted(expected) - expected_accepted(made)
+    assert lost.max() > 4 * 1e-3

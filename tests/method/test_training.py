@@ -14,6 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from dblast import drafter as drafter_module
+from dblast.losses import LOSSES, get_loss
 from dblast.support import states
 from dblast.training import AnchorSampler
 from dblast.trajectories import pack
@@ -25,7 +27,7 @@ from dblast.reproduction.paths import ROOT
 from dblast.replay import score, trajectory_acceptance
 from dblast.training import Trainer, TrainingConfig, batch_loss, learning_rate_factor, loss_and_coverage, train
 from tests.checks import one_line
-from tests.helpers import assert_within_errors, frequency_error
+from tests.helpers import assert_close, assert_within_errors, frequency_error
 
 STATE = "state.safetensors"
 SMALL = TrainingConfig(steps=20, sequences=2, anchors=4, evaluate_every=6, checkpoint_every=4, learning_rate=3e-3)
@@ -563,3 +565,53 @@ def test_coverage_stands_in_the_history_of_a_drafter_with_a_vocabulary_of_its_ow
     narrow = train(make_drafter(llama, draft_vocab_size=30), trajectories, SMALL, tmp_path / "narrow")
     assert all(0.3 < point["coverage"] < 1 for point in narrow[1:])
     assert all("coverage" not in point for point in train(make_drafter(llama), trajectories, SMALL, tmp_path / "whole"))
+
+
+def whole_table_loss(drafter, batch, config):
+    """The loss with log q of every slot, those that it is not over included."""
+    loss = get_loss(config.loss)
+    out = batch.run(drafter)
+    tokens = torch.cat([batch.tokens.unsqueeze(-1), *([batch.support] if loss.needs_support else [])], dim=-1)
+    log_q = drafter.log_q(out.branch_hidden, tokens)
+    drafted = batch.valid & (log_q[..., 0] > float("-inf")).any(1).cumprod(-1).bool()
+    more = {"log_q_candidates": log_q[..., 1:], "log_p_candidates": batch.support_log_p} if loss.needs_support else {}
+    return loss(log_q[..., 0], out.log_prior(), batch.log_p, drafted, tau=config.tau, construction=config.construction, **more)
+
+
+@pytest.mark.parametrize("pieces", [0, 2**23], ids=["tiled", "one piece"])
+@pytest.mark.parametrize("draft_vocab_size", [0, 25])
+@pytest.mark.parametrize("name", LOSSES)
+def test_slots_that_no_loss_is_over_need_no_product(
+    llama, make_drafter, trajectories, name, draft_vocab_size, pieces, monkeypatch
+):
+    """Loss and gradients are those of the whole table; fewer rows go through the head."""
+    monkeypatch.setattr(drafter_module, "PLAIN_LOGITS", pieces)
+    drafter = make_drafter(llama, num_categories=3, draft_vocab_size=draft_vocab_size)
+    config = replace(SMALL, loss=name, anchors=9)
+    batch = Trainer(drafter, trajectories, config).sampler.next()
+    assert not batch.valid.all()
+    found, rows = [], []
+    log_q = drafter.log_q
+    monkeypatch.setattr(drafter, "log_q", lambda hidden, tokens: rows.append(hidden[..., 0].numel()) or log_q(hidden, tokens))
+    for function in (whole_table_loss, batch_loss):
+        drafter.zero_grad()
+        value = function(drafter, batch, config)
+        value.backward()
+        gradients = [torch.zeros(1) if p.grad is None else p.grad.flatten() for p in drafter.parameters()]
+        found.append((value.detach(), torch.cat(gradients)))
+    assert found[0][1].abs().max() > 1e-4
+    assert_close(found[1][0], found[0][0], 1e-5)
+    assert_close(found[1][1], found[0][1], 1e-5)
+    drafted = batch.valid & drafter.drafts(batch.tokens).cumprod(-1).bool()
+    assert rows == [3 * batch.valid.numel(), 3 * int(drafted.sum())]
+
+
+def test_a_batch_without_a_token_that_can_be_drafted_has_no_gradient(llama, make_drafter, trajectories):
+    drafter = make_drafter(llama, num_categories=2, draft_vocab_size=10)
+    batch = Trainer(drafter, trajectories, SMALL).sampler.next()
+    outside = next(token for token in range(40) if not drafter.drafts(torch.tensor(token)))
+    batch = replace(batch, tokens=torch.full_like(batch.tokens, outside))
+    value, coverage = loss_and_coverage(drafter, batch, SMALL)
+    value.backward()
+    assert coverage == 0 and abs(value) < 1e-6
+    assert all(p.grad is None or p.grad.abs().max() < 1e-6 for p in drafter.parameters())

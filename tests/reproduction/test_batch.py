@@ -1,6 +1,7 @@
 """The batch run on small notebooks that go wrong: which notebook and cell, in one line, and no kernel left behind."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,9 +13,11 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from dblast.errors import DBlastError
-from dblast.reproduction import reproduce
+from dblast.reproduction import reproduce, stages
 from dblast.reproduction.paths import ROOT
+from dblast.reproduction.plans import Profile
 from dblast.reproduction.reproduce import check_kernel, execute, parse_parameters
+from dblast.reproduction.stages import RECORD, Stage, write_json
 
 #: The first cell says which process to look for afterwards.
 WRITE_PID = "import os, pathlib\npathlib.Path('pid').write_text(str(os.getpid()))"
@@ -54,11 +57,15 @@ def refused(folder: Path, *sources: str) -> str:
     return line
 
 
-def test_a_notebook_runs_in_its_folder_with_its_parameters_and_its_kernel_ends(tmp_path):
-    path = write(tmp_path, "pathlib.Path('made').write_text(str(value))")
+def test_a_notebook_runs_in_its_folder_with_its_parameters_and_its_kernel_ends(tmp_path, monkeypatch):
+    # What decides how idle threads wait reaches the kernel before it loads torch.
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    read = "pathlib.Path('policy').write_text(os.environ['OMP_WAIT_POLICY'])"
+    path = write(tmp_path, "pathlib.Path('made').write_text(str(value))", read)
     before = path.read_bytes()
     execute(path, tmp_path / "copy.ipynb", {"value": 2.0}, tmp_path)
     assert (tmp_path / "made").read_text() == "2.0" and path.read_bytes() == before
+    assert (tmp_path / "policy").read_text() == "passive"
     json.loads((tmp_path / "copy.ipynb").read_text(), parse_constant=pytest.fail)
     assert kernel_ended(tmp_path)
 
@@ -152,3 +159,37 @@ def test_a_parameter_that_is_no_finite_number_is_refused(value):
 
 def test_words_that_begin_like_numbers_stay_words():
     assert parse_parameters(["a=nano", "b=information"]) == {"a": "nano", "b": "information"}
+
+
+def test_the_time_of_a_run_is_told_by_notebook_and_by_stage(tmp_path, monkeypatch):
+    """What was there before the run, or is unfinished, has no part in it."""
+    monkeypatch.setenv("DBLAST_CACHE", str(tmp_path))
+    monkeypatch.setattr(stages, "code_fingerprint", lambda *_: "")
+    made = [Stage("texts", {"n": n}) for n in range(3)] + [Stage("drafters", {"n": 0})]
+    for stage in made:
+        stage.run(lambda folder: (folder / "file").touch())
+    (tmp_path / "drafters" / ("0" * 16)).mkdir()
+    for stage, seconds in zip(made, (1000.0, 20.4, 30.4, 99.6), strict=True):
+        record = json.loads((stage.folder / RECORD).read_text()) | {"seconds": seconds}
+        record.pop("digest")
+        write_json(stage.folder / RECORD, record | {"digest": stages.digest(record)})
+        os.utime(stage.folder / RECORD, (500.0, 500.0) if seconds == 1000 else (2000.0, 2000.0))
+    table = reproduce.time_table({"01_a.ipynb": 100.2, "02_b.ipynb": 59.0}, start=1000.0)
+    assert [line.rsplit(maxsplit=1) for line in table.split("\n")[1:]] == [
+        ["time", "seconds"],
+        ["01_a.ipynb", "100"],
+        ["02_b.ipynb", "59"],
+        ["all notebooks", "159"],
+        ["stages: drafters (1)", "100"],
+        ["stages: texts (2)", "51"],
+    ]
+
+
+def test_a_run_ends_with_its_times(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("DBLAST_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(reproduce, "RUNS", tmp_path)
+    monkeypatch.setattr(reproduce, "execute", lambda path, copy, values: None)
+    monkeypatch.setattr(reproduce, "_report", lambda profile, start: print("report"))
+    reproduce._execute(Profile("tried", ()), [Path("01_a.ipynb"), Path("02_b.ipynb")], {})
+    said = capsys.readouterr().out
+    assert said.partition("report")[2].split() == "time seconds 01_a.ipynb 0 02_b.ipynb 0 all notebooks 0".split()

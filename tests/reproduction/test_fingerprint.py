@@ -120,7 +120,7 @@ def test_other_code_is_another_artefact():
         (experiments.prepare_target, ("train_tiny_target", "encode")),
         (experiments.prepare_trajectories, ("sample_batch", "SamplingSettings", "tap_features", "wrap_target")),
         (experiments.prepare_pretrained, ("train", "block_index", "chunked_log_q", "start_from_target", "DraftAttention")),
-        (experiments.prepare_variant, ("score", "expected_passes", "greedy_branch_conditional", "acceptance_length_loss")),
+        (experiments.prepare_variant, ("score", "expected_passes", "agreeing_log_q", "soft_conditional", "acceptance_length_loss")),
     ],
 )
 def test_stages_see_the_code_that_makes_them(stage, names):

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from dblast.errors import DBlastError
+from dblast.reproduction.names import PROPOSALS, SETTINGS, one_of
 
 Prompts = Annotated[
     str,
@@ -104,11 +105,15 @@ def evaluate(
     proposal: Annotated[
         list[str] | None,
         typer.Option(
-            help="greedy_branch, soft, tree, branches; independent for K = 1; may be repeated (default: three)."
+            help="greedy_branch, soft, tree, branches; independent for K = 1; may be repeated (default: three).",
+            callback=one_of(PROPOSALS, "proposal", "proposals"),
         ),
     ] = None,
     setting: Annotated[
-        list[str] | None, typer.Option(help="high, medium or low; may be repeated (default: all).")
+        list[str] | None,
+        typer.Option(
+            help="high, medium or low; may be repeated (default: all).", callback=one_of(SETTINGS, "setting", "settings")
+        ),
     ] = None,
     per_task: Annotated[int, typer.Option(help="Prompts of every task at most.")] = 48,
     response_tokens: ResponseTokens = None,

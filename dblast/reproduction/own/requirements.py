@@ -150,7 +150,9 @@ def memory_need(plan: Plan, target: PreTrainedConfig, width: int) -> Memory:
         sampling=plan.data.batch_size * (width * (layers * key_value * size + 2 * taps * h) + 3 * 4 * vocabulary),
         # Weights, gradients and two moments in float32, and a copy while a checkpoint is written.
         drafter=4 * 5 * weights,
-        training=4 * blocks * (6 * k * b * h + (b + 1) * shape.layers * (12 * h + 3 * target.intermediate_size))
+        # Tiles of logits, and those that are kept for the backward pass (dblast.support.chunked.KEPT_LOGITS).
+        training=4 * min(2**26, blocks * k * b * (shape.draft_vocabulary or vocabulary))
+        + 4 * blocks * (6 * k * b * h + (b + 1) * shape.layers * (12 * h + 3 * target.intermediate_size))
         + sequences * queries * (width + queries) * (1 + 4)
         + 6 * 4 * 2**23,
     )
