@@ -19,6 +19,7 @@ from dblast.errors import DBlastError, storage_reason
 from dblast.reproduction.names import AL_CONSTRUCTIONS, LOSSES, MODES, OBJECTIVES, PROFILES, PROMPT_SOURCES, STARTS
 from dblast.reproduction.own import commands as own_commands
 from dblast.reproduction.own.requirements import check_numbers, check_output, size
+from dblast.reproduction.strong import commands as strong_commands
 from dblast.support.progress import INTERVAL
 
 if TYPE_CHECKING:
@@ -69,6 +70,7 @@ def profiles() -> None:
 
 
 own_commands.register(app)
+strong_commands.register(app)
 
 
 # Options that `train` and `pretrain` share.
