@@ -2,7 +2,8 @@
 
 ``scaled_dot_product_attention`` in bfloat16 repeats keys and values for every query head and takes ten times as long
 for one query each of a large batch. Products here are in the model's dtype and the softmax in float32, as in
-transformers' own eager attention. Keys past the mask, which a preallocated cache has, are left out.
+transformers' own eager attention. Keys past the mask, which a preallocated cache has, are left out (and copied, which
+is nothing beside many queries; a single query's mask better covers them).
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class TextRecipe:
     settings: tuple[str, ...] = ("low", "medium", "high")
     budgets: tuple[int, ...] = (128, 192, 96, 256, 160)
     quarters: int = 4
-    responses: int = 96
+    responses: int = 128
     seed: int = 0
 
 
@@ -130,8 +130,10 @@ def sample_responses(
                 rows, token, seen, lengths, alive = (value[keep] for value in (rows, token, seen, lengths, alive))
                 for layer in cache.layers:
                     layer.keys, layer.values = layer.keys[keep], layer.values[keep]
+            # Of the whole cache: a slice of it would be copied.
+            mask = (seen & (torch.arange(total, device=device) <= width + step))[:, None, None]
             logits = model(
-                input_ids=token.unsqueeze(1), attention_mask=seen[:, None, None, : width + step + 1],
+                input_ids=token.unsqueeze(1), attention_mask=mask,
                 position_ids=(lengths + step).unsqueeze(1), cache=cache,
             ).logits[:, -1]  # fmt: skip
     widen_supports(steps)
