@@ -13,6 +13,9 @@ from dblast.errors import DBlastError
 def text(
     tokens: Annotated[int, typer.Option(help="Response tokens that the text shall have.")] = 4_000_000,
     minutes: Annotated[float | None, typer.Option(help="Stop after this time; the same command goes on.")] = None,
+    keep_states: Annotated[
+        bool, typer.Option("--keep-states", help="Keep tapped states beside the text: training starts sooner, 9 GB a million tokens.")
+    ] = False,
     first: Annotated[int, typer.Option(help="Number of the first shard: another machine makes others from, say, 10000 on.")] = 0,
 ) -> None:
     """Sample text from SmolLM2 to train a drafter on, shard by shard. Kill it and rerun: it goes on where it was."""
@@ -24,7 +27,7 @@ def text(
 
     from dblast.reproduction.strong.plan import RECIPE, grow_text, store
 
-    done = grow_text(RECIPE, tokens, first, math.inf if minutes is None else minutes)
+    done = grow_text(RECIPE, tokens, keep_states, first, math.inf if minutes is None else minutes)
     typer.echo(f"{done:,} tokens in {len(store().indices())} shards in {store().folder}")
 
 

@@ -11,6 +11,8 @@ from dblast.targets import load_target
 
 TARGET = "smollm2"
 RECIPE = TextRecipe()
+#: Tapped layers, those of the shipped drafter.
+TAPS = [1, 8, 14, 21, 27]
 
 
 def store(recipe: TextRecipe = RECIPE) -> TextStore:
@@ -18,10 +20,10 @@ def store(recipe: TextRecipe = RECIPE) -> TextStore:
     return TextStore(text_folder(recipe, model_identity(TARGET), TARGET))
 
 
-def grow_text(recipe: TextRecipe, tokens: int, first: int, minutes: float) -> int:
+def grow_text(recipe: TextRecipe, tokens: int, keep_states: bool, first: int, minutes: float) -> int:
     """Sample until the text has ``tokens`` response tokens or ``minutes`` are over; returns how many it has."""
 
     def prompts(target):
         return partial(shard_prompts, target, recipe.seed)
 
-    return grow(store(recipe), recipe, lambda: load_target(TARGET), prompts, tokens, first, minutes)
+    return grow(store(recipe), recipe, lambda: load_target(TARGET), prompts, tokens, TAPS if keep_states else None, first, minutes)

@@ -2,8 +2,9 @@
 
 A shard is one file: which prompts, what the target answered under one sampling setting, and the distributions that
 every token was drawn from. Shard i is determined by the recipe, the target and i alone, so shards may be made in any
-order, anywhere, and those that exist are a training set. Tapped states are not stored (5.8 kB a token against 0.1):
-:mod:`dblast.reproduction.strong.pool` recomputes them in one pass over a finished text.
+order, anywhere, and those that exist are a training set. Tapped states (SmolLM2: 5.8 kB a token against 0.15) may be
+kept in a file beside it, of the very pass that sampled, and be deleted at any time:
+:mod:`dblast.reproduction.strong.pool` recomputes them.
 
 The folder is named by what the text is (target, recipe, format), not by the code that draws it: an edit of a template
 or of the sampler changes later shards and leaves the hours spent on earlier ones alone. Every shard says in its header
@@ -32,10 +33,10 @@ from dblast.errors import ArtefactError
 from dblast.reproduction.stages import digest, locked
 from dblast.reproduction.strong.attention import grouped_attention
 from dblast.sampling import get_setting
-from dblast.support.files import cache_folder
+from dblast.support.files import cache_folder, sha256_file
 from dblast.support.progress import progress
 from dblast.support.states import read_state, write_state
-from dblast.targets import Target, last_position
+from dblast.targets import Target, last_position, tap_features
 from dblast.trajectories import EncodedPrompt, left_padded, shard_generator, widen_supports
 
 #: Changes when files of the old one can no longer be read.
@@ -98,9 +99,15 @@ def sample_responses(
     setting: str,
     budget: int,
     generator: torch.Generator,
+    taps: list[int] | None = None,
     advance: Callable[[int], object] | None = None,
-) -> Text:
-    """One response to each prompt, of at most ``budget`` tokens; rows that have ended leave the batch."""
+) -> tuple[Text, Tensor | None]:
+    """One response to each prompt, of at most ``budget`` tokens; rows that have ended leave the batch.
+
+    Returns:
+        The text and, with ``taps``, the bfloat16 states of every token that went through the target, row after row:
+        of each row all of the prompt and all of the response but its last token, (P + N - R, m * H).
+    """
     settings, model, device = get_setting(setting), target.model, target.device
     ids, pad, positions = left_padded([prompt.ids for prompt in prompts], device)
     count, width = ids.shape
@@ -110,8 +117,9 @@ def sample_responses(
     rows, lengths = torch.arange(count, device=device), width - pad
     alive = torch.ones(count, dtype=torch.bool, device=device)
     steps: list[dict[str, Tensor]] = []
+    states: list[list[Tensor]] = [[] for _ in range(count)]
     with grouped_attention(model):
-        cache, logits = _read_prompts(model, ids, positions, seen[:, :width], total)
+        cache, logits = _read_prompts(model, ids, positions, seen[:, :width], total, taps, states)
         for step in range(budget):
             support, log_p = settings.support(logits)
             choice = torch.multinomial(log_p.exp(), 1, generator=generator)
@@ -132,17 +140,22 @@ def sample_responses(
                     layer.keys, layer.values = layer.keys[keep], layer.values[keep]
             # Of the whole cache: a slice of it would be copied.
             mask = (seen & (torch.arange(total, device=device) <= width + step))[:, None, None]
-            logits = model(
-                input_ids=token.unsqueeze(1), attention_mask=mask,
-                position_ids=(lengths + step).unsqueeze(1), cache=cache,
-            ).logits[:, -1]  # fmt: skip
+            out = model(
+                input_ids=token.unsqueeze(1), attention_mask=mask, position_ids=(lengths + step).unsqueeze(1), cache=cache,
+                output_hidden_states=taps is not None,
+            )  # fmt: skip
+            logits = out.logits[:, -1]
+            if taps is not None:
+                tapped = tap_features(out.hidden_states, taps).bfloat16().cpu()
+                for place in alive.nonzero().squeeze(1).tolist():
+                    states[int(rows[place])].append(tapped[place])
     widen_supports(steps)
     flat = {name: torch.cat([entry[name] for entry in steps]) for name in steps[0]}
     # Step after step becomes row after row.
     order = flat["row"].argsort(stable=True)
     flat = {name: value[order] for name, value in flat.items()}
     kept = flat["support_log_p"] > float("-inf")
-    return Text(
+    text = Text(
         prompts=torch.cat([torch.tensor(prompt.ids) for prompt in prompts]).int(),
         prompt_lengths=torch.tensor([len(prompt.ids) for prompt in prompts]).int(),
         responses=flat["response"].int(),
@@ -152,12 +165,20 @@ def sample_responses(
         support_log_p=flat["support_log_p"][kept].float(),
         support_sizes=kept.sum(1).int(),
     )
+    return text, None if taps is None else torch.cat([part for row in states for part in row])
 
 
 def _read_prompts(
-    model: PreTrainedModel, ids: Tensor, positions: Tensor, seen: Tensor, total: int
+    model: PreTrainedModel,
+    ids: Tensor,
+    positions: Tensor,
+    seen: Tensor,
+    total: int,
+    taps: list[int] | None,
+    states: list[list[Tensor]],
 ) -> tuple[StaticCache, Tensor]:
-    """Cache of ``total`` places, the first W filled with (B, W) left-padded prompts, and the (B, V) logits after them."""
+    """Cache of ``total`` places, the first W filled with (B, W) left-padded prompts, and the (B, V) logits after them;
+    the tapped states of every prompt join its list."""
     width = ids.shape[1]
     causal = torch.ones(width, width, dtype=torch.bool, device=ids.device).tril()
     # A padded query sees itself, or its softmax would be of nothing.
@@ -167,9 +188,13 @@ def _read_prompts(
         caches.append(StaticCache(config=model.config, max_cache_len=total))
         out = model(
             input_ids=ids[rows], attention_mask=mask[rows].unsqueeze(1), position_ids=positions[rows], cache=caches[-1],
-            logits_to_keep=last_position(ids),
+            logits_to_keep=last_position(ids), output_hidden_states=taps is not None,
         )  # fmt: skip
         logits.append(out.logits[:, -1])
+        if taps is not None:
+            tapped = tap_features(out.hidden_states, taps).bfloat16().cpu()
+            for row, features in zip(rows.tolist(), tapped, strict=True):
+                states[row].append(features[seen[row].cpu()])
     for layers in zip(*(cache.layers for cache in caches), strict=True):
         layers[0].keys = torch.cat([layer.keys for layer in layers])
         layers[0].values = torch.cat([layer.values for layer in layers])
@@ -221,10 +246,24 @@ class TextStore:
             raise ArtefactError(f"{self.path(index)} has format {header.get('format')}, not {FORMAT}; delete it and rerun")
         return header, Text(**tensors)
 
-    def write(self, index: int, header: dict[str, Any], text: Text) -> None:
+    def states_path(self, index: int) -> Path:
+        return self.folder / f"states-{index:05d}.safetensors"
+
+    def states(self, index: int, taps: list[int]) -> Tensor | None:
+        """Tapped states kept beside a shard (see :func:`sample_responses`); None if there are none of these taps."""
+        if not self.states_path(index).exists():
+            return None
+        header, tensors = read_state(self.states_path(index))
+        # Of a shard that was made again, they are another text's.
+        return tensors["states"] if header == {"taps": taps, "shard": sha256_file(self.path(index))} else None
+
+    def write(self, index: int, header: dict[str, Any], text: Text, taps: list[int] | None, states: Tensor | None) -> None:
         counts = {"tokens": len(text.responses), "responses": len(text.response_lengths), "prompt_tokens": len(text.prompts)}
         self.folder.mkdir(parents=True, exist_ok=True)
         write_state(self.path(index), {"format": FORMAT, "index": index} | counts | header, vars(text))
+        if states is not None:
+            shard = {"taps": taps, "shard": sha256_file(self.path(index))}
+            write_state(self.states_path(index), shard, {"states": states})
 
 
 def make_shard(
@@ -233,12 +272,14 @@ def make_shard(
     target: Target,
     index: int,
     prompts: Callable[[int, int], list[EncodedPrompt]],
+    taps: list[int] | None = None,
     advance: Callable[[int], object] | None = None,
 ) -> None:
     """Sample one shard.
 
     Args:
         prompts: block and count to that many prompts, shortest first; a block serves ``recipe.quarters`` shards.
+        taps: target layers whose states are kept beside it.
         advance: told how many tokens every step gave.
     """
     start = time.monotonic()
@@ -246,13 +287,13 @@ def make_shard(
     drawn = prompts(block, recipe.quarters * recipe.responses)[quarter * recipe.responses :][: recipe.responses]
     setting, budget = recipe.settings[index % len(recipe.settings)], recipe.budgets[index % len(recipe.budgets)]
     generator = shard_generator(recipe.seed, index, target.device)
-    text = sample_responses(target, drawn, setting, budget, generator, advance)
+    text, states = sample_responses(target, drawn, setting, budget, generator, taps, advance)
     header = {
         "recipe": asdict(recipe), "setting": setting, "budget": budget, "precision": str(target.model.dtype),
         "ids": [prompt.prompt_id for prompt in drawn], "seconds": round(time.monotonic() - start, 1),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }  # fmt: skip
-    store.write(index, header, text)
+    store.write(index, header, text, taps, states)
 
 
 def grow(
@@ -261,6 +302,7 @@ def grow(
     open_target: Callable[[], Target],
     prompts: Callable[[Target], Callable[[int, int], list[EncodedPrompt]]],
     tokens: int,
+    taps: list[int] | None = None,
     first: int = 0,
     minutes: float = math.inf,
 ) -> int:
@@ -281,7 +323,7 @@ def grow(
                 if done >= tokens or time.monotonic() > end:
                     return done
                 if not store.path(index).exists():
-                    make_shard(store, recipe, target, index, draw, bar.update)
+                    make_shard(store, recipe, target, index, draw, taps, bar.update)
                     done += store.header(index)["tokens"]
                     bar.set_postfix(shards=index + 1)
     return done
