@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -31,5 +33,44 @@ def text(
     typer.echo(f"{done:,} tokens in {len(store().indices())} shards in {store().folder}")
 
 
+def sitting(
+    name: Annotated[str, typer.Option(help="Name of the sitting; the same name goes on with it.")],
+    start: Annotated[str, typer.Option(help="shipped, target, or the name of a sitting that has ended.")] = "shipped",
+    tokens: Annotated[int | None, typer.Option(help="Train on so much of the text (default: all that is there).")] = None,
+    steps: Annotated[int, typer.Option(help="Optimiser steps; the rate falls to zero over them.")] = 1000,
+    sequences: Annotated[int, typer.Option(help="Responses of a step, 32 anchors each.")] = 16,
+    layers: Annotated[int, typer.Option(help="Draft layers, if it starts from the target.")] = 3,
+    loss: Annotated[str, typer.Option(help="Training loss: KD, NLA, LK, CE and others.")] = "KD",
+    rate: Annotated[float, typer.Option(help="Peak learning rate of weight matrices (Muon); others get a twentieth.")] = 0.02,
+) -> None:
+    """Train SmolLM2's drafter for one sitting on the text that is there, and score it. Kill it and rerun: it goes on."""
+    from dblast.reproduction.strong.plan import run
+    from dblast.reproduction.strong.sittings import Sitting
+
+    base = Sitting()
+    training = replace(
+        base.training, steps=steps, sequences=sequences, loss=loss, matrix_learning_rate=rate, learning_rate=rate / 20
+    )
+    scores = run(name, replace(base, start=start, tokens=tokens, layers=layers, training=training))
+    typer.echo(scores.round(3).to_string(index=False))
+
+
+def scaling(
+    csv: Annotated[Path | None, typer.Option(help="Write the table here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a figure here, .png or .pdf.")] = None,
+) -> None:
+    """What text and training bought: accepted length of the shipped drafter and of every sitting."""
+    from dblast.reproduction.strong import plan
+    from dblast.reproduction.strong.scaling import scaling_figure
+
+    table = plan.scaling()
+    typer.echo(table.round(3).to_string(index=False))
+    if csv is not None:
+        table.to_csv(csv, index=False)
+    if plot is not None:
+        scaling_figure(table).savefig(plot, dpi=200)
+
+
 def register(app: typer.Typer) -> None:
-    app.command()(text)
+    for command in (text, sitting, scaling):
+        app.command()(command)
