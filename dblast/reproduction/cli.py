@@ -1,5 +1,5 @@
-"""Command line: ``python -m dblast fetch | profiles | drafter | evaluate | pretrain | train | generate | reproduce |
-report | readme | check-results | cache``.
+"""Command line: ``python -m dblast fetch | profiles | drafter | evaluate | text | sitting | scaling | pretrain | train |
+generate | reproduce | report | readme | check-results | cache``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """

@@ -12,6 +12,7 @@ from dblast.drafter import DBlastDrafter
 from dblast.errors import ArtefactError, DBlastError
 from dblast.reproduction.prompts.sources import load_prompts, normalised, read_prompts
 from dblast.reproduction.strong import scaling, scoring, sittings
+from dblast.reproduction.strong.pool import WindowSampler
 from dblast.reproduction.strong.sittings import Sitting, begin, run_sitting, sitting_folder
 from dblast.reproduction.strong.text import TextRecipe, TextStore, make_shard
 from dblast.training import Trainer, TrainingConfig
@@ -21,7 +22,14 @@ from tests.helpers import assert_close
 TAPS = [0, 2]
 RECIPE = TextRecipe(settings=("low",), budgets=(8,), quarters=1, responses=6)
 TRAINING = TrainingConfig(
-    loss="KD", optimizer="muon", steps=6, sequences=3, anchors=4, evaluate_every=2, checkpoint_every=2, learning_rate=1e-3
+    loss="KD",
+    optimizer="muon",
+    steps=6,
+    sequences=3,
+    anchors=4,
+    evaluate_every=2,
+    checkpoint_every=2,
+    learning_rate=1e-3,
 )
 FIRST = Sitting(start="target", layers=2, draft_vocabulary=20, visits=1, window=1, training=TRAINING)
 
@@ -43,8 +51,10 @@ def store(llama, tmp_path):
 def run(llama, store, monkeypatch):
     """Runs a sitting; scores are the drafter's first weights."""
     monkeypatch.setattr(sittings, "curve_trajectories", lambda plan: {"low": []})
-    monkeypatch.setattr(sittings, "_curve", lambda rows: lambda drafter: {"low": float(drafter.fc.weight[0, 0])})
-    monkeypatch.setattr(sittings, "score_sets", lambda drafter, plans: pd.DataFrame({"x": [float(drafter.fc.weight[0, 0])]}))
+    monkeypatch.setattr(sittings, "_curve", lambda rows: lambda drafter: {"low": drafter.fc.weight[0, 0].item()})
+    monkeypatch.setattr(
+        sittings, "score_sets", lambda drafter, plans: pd.DataFrame({"x": [drafter.fc.weight[0, 0].item()]})
+    )
 
     def start(name, wanted=FIRST):
         return run_sitting(name, begin(name, wanted, store), store, llama, TAPS, {"bundled": None})
@@ -78,7 +88,9 @@ def test_a_killed_sitting_goes_on_as_it_was_on_the_text_that_it_had(run, llama, 
     assert steps == [2, 3, 4, 5]
     for name, value in weights("whole").items():
         assert_close(value.float(), weights("killed")[name].float(), 1e-5)
-    one, other = (json.loads((sitting_folder(name) / "drafter" / "training.json").read_text()) for name in ("whole", "killed"))
+    one, other = (
+        json.loads((sitting_folder(name) / "drafter" / "training.json").read_text()) for name in ("whole", "killed")
+    )
     assert [len(record["sittings"]) for record in (one, other)] == [1, 1]
     assert one["sittings"][0]["shards"] == other["sittings"][0]["shards"] and len(one["sittings"][0]["shards"]) == 3
     assert [point["step"] for point in other["sittings"][0]["history"]] == [0, 2, 4, 6]
@@ -90,7 +102,9 @@ def test_a_killed_sitting_goes_on_as_it_was_on_the_text_that_it_had(run, llama, 
 def test_the_next_sitting_starts_from_the_last_with_words_of_its_text(run, llama, store):
     run("one")
     make_shard(store, RECIPE, llama, 3, prompts)
-    later = replace(FIRST, start="one", training=replace(TRAINING, steps=1, learning_rate=1e-9, matrix_learning_rate=1e-9))
+    later = replace(
+        FIRST, start="one", training=replace(TRAINING, steps=1, learning_rate=1e-9, matrix_learning_rate=1e-9)
+    )
     run("two", later)
     before, after = weights("one"), weights("two")
     assert_close(after["fc.weight"], before["fc.weight"], 1e-5)
@@ -106,6 +120,23 @@ def test_the_next_sitting_starts_from_the_last_with_words_of_its_text(run, llama
     assert (row["anchors"], row["tokens"]) == (6 * 12 + 12, store.tokens())
     shipped = [record[0] | {"start": "shipped"}]
     assert scaling.history_rows("x", shipped, 1000, 1000)["anchors"] == 1000 + 72
+
+
+def test_short_blocks_in_turn(run, monkeypatch):
+    """Steps see them, the curve and what is saved have the drafter's own."""
+    seen, draw = [], WindowSampler.next
+
+    def watched(self):
+        batch = draw(self)
+        seen.append(batch.tokens.shape[1])
+        return batch
+
+    monkeypatch.setattr(WindowSampler, "next", watched)
+    run("short", replace(FIRST, blocks=(2, 7), training=replace(TRAINING, steps=3)))
+    assert seen == [2, 7, 2]
+    assert DBlastDrafter.load(sitting_folder("short") / "drafter").config.block_length == 7
+    with pytest.raises(DBlastError, match="block length"):
+        run("none", replace(FIRST, blocks=(0,)))
 
 
 def test_part_of_the_text(store):

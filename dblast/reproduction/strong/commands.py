@@ -40,10 +40,15 @@ def sitting(
     steps: Annotated[int, typer.Option(help="Optimiser steps; the rate falls to zero over them.")] = 1000,
     sequences: Annotated[int, typer.Option(help="Responses of a step, 32 anchors each.")] = 16,
     layers: Annotated[int, typer.Option(help="Draft layers, if it starts from the target.")] = 3,
+    blocks: Annotated[str, typer.Option(help="Block lengths of the steps in turn, as 3,3,7 (default: the drafter's own).")] = "",
     loss: Annotated[str, typer.Option(help="Training loss: KD, NLA, LK, CE and others.")] = "KD",
     rate: Annotated[float, typer.Option(help="Peak learning rate of weight matrices (Muon); others get a twentieth.")] = 0.02,
 ) -> None:
     """Train SmolLM2's drafter for one sitting on the text that is there, and score it. Kill it and rerun: it goes on."""
+    lengths = [word.strip() for word in blocks.split(",") if word.strip()]
+    if not all(word.isdecimal() for word in lengths):
+        raise DBlastError(f"--blocks must be whole numbers with commas, got {blocks!r}")
+
     from dblast.reproduction.strong.plan import run
     from dblast.reproduction.strong.sittings import Sitting
 
@@ -51,7 +56,7 @@ def sitting(
     training = replace(
         base.training, steps=steps, sequences=sequences, loss=loss, matrix_learning_rate=rate, learning_rate=rate / 20
     )
-    scores = run(name, replace(base, start=start, tokens=tokens, layers=layers, training=training))
+    scores = run(name, replace(base, start=start, tokens=tokens, layers=layers, blocks=tuple(map(int, lengths)), training=training))
     typer.echo(scores.round(3).to_string(index=False))
 
 

@@ -43,6 +43,8 @@ class Sitting:
         layers, draft_vocabulary: of a drafter that starts from the target; a vocabulary is chosen anew in every sitting.
         tokens: of the text at most, the lowest shards first (None: all that is there).
         visits: how often a response is drawn while its shard is open.
+        blocks: block lengths of the steps, in turn (empty: the drafter's own). A pass costs as many positions as its
+            blocks have, while the first slots, which every pass needs, are learnt from as much by short ones.
         training: steps, rates and loss; the default is the best recipe known.
         shards: numbers and tokens of what it trains on; filled in when it begins.
     """
@@ -53,6 +55,7 @@ class Sitting:
     tokens: int | None = None
     visits: int = 4
     window: int = 4
+    blocks: tuple[int, ...] = ()
     training: TrainingConfig = TrainingConfig(
         loss="KD", optimizer="muon", steps=1000, learning_rate=1e-3, matrix_learning_rate=0.02, sequences=16, anchors=32,
         precision="bfloat16", evaluate_every=100,
@@ -83,7 +86,8 @@ def begin(name: str, wanted: Sitting, store: TextStore) -> Sitting:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             shards = {int(shard): tokens for shard, tokens in fields.pop("shards").items()}
-            known = Sitting(**fields | {"training": TrainingConfig(**fields["training"]), "shards": shards})
+            fields |= {"training": TrainingConfig(**fields["training"]), "shards": shards, "blocks": tuple(fields["blocks"])}
+            known = Sitting(**fields)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtefactError(f"{path} is damaged ({type(error).__name__}); delete {path.parent} and rerun") from None
         changed = [key for key, value in asdict(wanted).items() if key != "shards" and value != asdict(known)[key]]
@@ -91,6 +95,8 @@ def begin(name: str, wanted: Sitting, store: TextStore) -> Sitting:
             raise DBlastError(f"sitting {name!r} was begun with another {changed[0]}; give it as it was, or another --name")
         return known
     check_whole("layers", wanted.layers, 1)
+    for block in wanted.blocks:
+        check_whole("blocks: a block length", block, 1)
     shards, total = {}, 0
     for shard in store.indices():
         if wanted.tokens is None or total < wanted.tokens:
@@ -181,7 +187,11 @@ def _train(
     blocks = config.blocks_per_step
     with progress(config.steps * blocks, f"sitting {folder.name}", unit="anchor", initial=trainer.step * blocks) as bar:
         while trainer.step < config.steps:
+            own = drafter.config.block_size
+            length = sitting.blocks[trainer.step % len(sitting.blocks)] if sitting.blocks else own - 1
+            drafter.config.block_size, trainer.sampler.block_length = length + 1, length
             trainer.advance()
+            drafter.config.block_size = own
             bar.update(blocks)
             if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
                 trainer.record(evaluate)
