@@ -387,6 +387,9 @@ def cache(
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(stored.changed))
         typer.echo(f"{stored.kind:14s} {stored.key}  {size(stored.size):>9s}  {date}  {stored.state}")
     typer.echo(f"artefacts: {len(stages)}, {size(sum(stored.size for stored in stages))}, in {cache_folder()}")
+    for folder in sorted(folder for kind in ("text", "sittings") for folder in cache_folder().glob(f"{kind}/*/")):
+        held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        typer.echo(f"{folder.parent.name:14s} {folder.name}  {size(held):>9s}  made in sittings, never cleaned")
     if check:
         problems = [problem for _, problem in check_all() if problem]
         for problem in problems:

@@ -6,14 +6,16 @@ from importlib.metadata import metadata, packages_distributions
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from dblast.errors import ArtefactError, DBlastError
+from dblast.reproduction.cli import app
 from dblast.reproduction.prompts.sources import load_prompts
 from dblast.reproduction.strong import prompts as strong_prompts
 from dblast.reproduction.strong.attention import attend
 from dblast.reproduction.strong.openings import LIBRARIES
 from dblast.reproduction.strong.pool import ROWS, Responses, WindowSampler, tapped_states, trajectories
-from dblast.reproduction.strong.text import TextRecipe, TextStore, grow, make_shard, sample_responses
+from dblast.reproduction.strong.text import TextRecipe, TextStore, grow, make_shard, sample_responses, text_folder
 from dblast.sampling import get_setting
 from dblast.targets import tap_features
 from dblast.trajectories import EncodedPrompt
@@ -45,7 +47,9 @@ def test_grouped_attention_is_attention():
     query, key, value = (torch.randn(3, heads, n, 8, generator=g) for heads, n in ((6, 4), (2, 9), (2, 9)))
     mask = torch.rand(3, 1, 4, 7, generator=g) < 0.6
     mask[..., 0] = True
-    want = torch.nn.functional.scaled_dot_product_attention(query, key[:, :, :7], value[:, :, :7], mask, enable_gqa=True)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query, key[:, :, :7], value[:, :, :7], mask, enable_gqa=True
+    )
     assert_close(attend(None, query, key, value, mask, 8**-0.5)[0].transpose(1, 2), want, 1e-5)
 
 
@@ -86,13 +90,17 @@ def test_states_are_recomputed(llama, sampled):
 def test_a_row_does_not_depend_on_those_beside_it(llama):
     """Padding and batch: recorded distributions at the first token."""
     rows = prompts(0, 20)
-    one, many = (sample_responses(llama, some, "low", 1, torch.Generator().manual_seed(0))[0] for some in (rows[3:4], rows))
+    one, many = (
+        sample_responses(llama, some, "low", 1, torch.Generator().manual_seed(0))[0] for some in (rows[3:4], rows)
+    )
     assert len(rows[3].ids) < len(rows[-1].ids)
     assert_close(one.support_log_p, many.support_log_p.split(many.support_sizes.tolist())[3], 1e-4)
 
 
 def without_times(store):
-    return {i: (store.read(i)[1], {k: v for k, v in store.read(i)[0].items() if k != "seconds"}) for i in store.indices()}
+    return {
+        i: (store.read(i)[1], {k: v for k, v in store.read(i)[0].items() if k != "seconds"}) for i in store.indices()
+    }
 
 
 def same(one, other):
@@ -136,6 +144,41 @@ def test_a_shard_depends_on_its_number_alone(llama, tmp_path):
     assert [one.header(i)["budget"] for i in range(3)] == [6, 9, 12]
     first, last = one.header(0), one.header(2)
     assert first["tokens"] <= 5 * 6 < one.tokens() and last["responses"] == 5
+
+
+def test_cleaning_the_cache_leaves_it_alone(llama, cache_folder):
+    store = TextStore(text_folder(RECIPE, "some target", "llama"))
+    make_shard(store, RECIPE, llama, 0, prompts)
+    assert store.folder.is_relative_to(cache_folder)
+    done = CliRunner().invoke(app, ["cache", "--clean", "--yes"])
+    assert f"{store.folder.name}  " in done.output and "never cleaned" in done.output
+    assert store.read(0)[1].responses.numel()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["text", "--tokens", "0"], "--tokens"),
+        (["text", "--minutes", "nan"], "--minutes"),
+        (["text", "--first", "-1"], "--first"),
+        (["sitting", "--name", "a", "--blocks", "3,x"], "--blocks"),
+        (["sitting", "--name", "a/b"], "--name"),
+        (["sitting", "--name", "a", "--rate", "nan"], "learning_rate"),
+        (["sitting", "--name", "a"], "python -m dblast text"),
+    ],
+)
+def test_commands_refuse_before_they_load_anything(command, said):
+    result = CliRunner().invoke(app, command)
+    assert isinstance(result.exception, DBlastError) and said in str(result.exception)
+
+
+def test_a_text_is_named_by_what_it_is():
+    names = {
+        text_folder(recipe, target, "t")
+        for recipe in (RECIPE, TextRecipe(), TextRecipe(seed=1))
+        for target in ("one", {"file": "two"})
+    }
+    assert len(names) == 6
 
 
 def test_settings_lengths_and_budgets_meet_equally_often():
@@ -212,7 +255,11 @@ def test_openings_are_under_the_licence_that_is_stated(library):
     if not names:
         pytest.skip(f"{library} is not installed")
     stated = metadata(names[0])
-    words = " ".join(stated.get_all("Classifier") or []) + str(stated.get("License-Expression")) + str(stated.get("License"))
+    words = (
+        " ".join(stated.get_all("Classifier") or [])
+        + str(stated.get("License-Expression"))
+        + str(stated.get("License"))
+    )
     assert LIBRARIES[library].split("-")[0] in words
 
 
@@ -230,7 +277,9 @@ def store(llama, tmp_path):
 def sampler(store, llama, seed=0):
     responses = Responses(store, store.indices(), llama, TAPS, window=2)
     generator = torch.Generator().manual_seed(seed)
-    return WindowSampler(responses, visits=2, block_length=3, sequences=5, anchors=4, generator=generator, with_support=True)
+    return WindowSampler(
+        responses, visits=2, block_length=3, sequences=5, anchors=4, generator=generator, with_support=True
+    )
 
 
 def test_every_row_is_drawn_as_often_as_it_is_visited(store, llama, monkeypatch):

@@ -16,9 +16,12 @@ def text(
     tokens: Annotated[int, typer.Option(help="Response tokens that the text shall have.")] = 4_000_000,
     minutes: Annotated[float | None, typer.Option(help="Stop after this time; the same command goes on.")] = None,
     keep_states: Annotated[
-        bool, typer.Option("--keep-states", help="Keep tapped states beside the text: training starts sooner, 9 GB a million tokens.")
+        bool,
+        typer.Option(
+            "--keep-states", help="Keep tapped states beside the text: training starts sooner, 9 GB a million tokens."
+        ),
     ] = False,
-    first: Annotated[int, typer.Option(help="Number of the first shard: another machine makes others from, say, 10000 on.")] = 0,
+    first: Annotated[int, typer.Option(help="Number of the first shard: another machine begins at 10000, say.")] = 0,
 ) -> None:
     """Sample text from SmolLM2 to train a drafter on, shard by shard. Kill it and rerun: it goes on where it was."""
     for name, value in (("--tokens", tokens), ("--minutes", minutes)):
@@ -36,13 +39,19 @@ def text(
 def sitting(
     name: Annotated[str, typer.Option(help="Name of the sitting; the same name goes on with it.")],
     start: Annotated[str, typer.Option(help="shipped, target, or the name of a sitting that has ended.")] = "shipped",
-    tokens: Annotated[int | None, typer.Option(help="Train on so much of the text (default: all that is there).")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Train on so much of the text (default: all that is there).")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps; the rate falls to zero over them.")] = 1000,
     sequences: Annotated[int, typer.Option(help="Responses of a step, 32 anchors each.")] = 16,
     layers: Annotated[int, typer.Option(help="Draft layers, if it starts from the target.")] = 3,
-    blocks: Annotated[str, typer.Option(help="Block lengths of the steps in turn, as 3,3,7 (default: the drafter's own).")] = "",
+    blocks: Annotated[
+        str, typer.Option(help="Block lengths of the steps in turn, as 3,3,7 (default: the drafter's own).")
+    ] = "",
     loss: Annotated[str, typer.Option(help="Training loss: KD, NLA, LK, CE and others.")] = "KD",
-    rate: Annotated[float, typer.Option(help="Peak learning rate of weight matrices (Muon); others get a twentieth.")] = 0.02,
+    rate: Annotated[
+        float, typer.Option(help="Peak learning rate of weight matrices (Muon); others get a twentieth.")
+    ] = 0.02,
 ) -> None:
     """Train SmolLM2's drafter for one sitting on the text that is there, and score it. Kill it and rerun: it goes on."""
     lengths = [word.strip() for word in blocks.split(",") if word.strip()]
@@ -56,7 +65,10 @@ def sitting(
     training = replace(
         base.training, steps=steps, sequences=sequences, loss=loss, matrix_learning_rate=rate, learning_rate=rate / 20
     )
-    scores = run(name, replace(base, start=start, tokens=tokens, layers=layers, blocks=tuple(map(int, lengths)), training=training))
+    scores = run(
+        name,
+        replace(base, start=start, tokens=tokens, layers=layers, blocks=tuple(map(int, lengths)), training=training),
+    )
     typer.echo(scores.round(3).to_string(index=False))
 
 

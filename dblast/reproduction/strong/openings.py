@@ -47,7 +47,9 @@ def _files(library: str) -> list[Path]:
         return []
     root = Path(spec.submodule_search_locations[0])
     files = sorted(root.rglob("*.py"))
-    return [f for f in files if "test" not in f.relative_to(root).as_posix() and 2_000 < f.stat().st_size < _LARGEST_FILE]
+    return [
+        f for f in files if "test" not in f.relative_to(root).as_posix() and 2_000 < f.stat().st_size < _LARGEST_FILE
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -65,7 +67,9 @@ def _passages(file: Path) -> tuple[list[str], list[str]]:
         for paragraph in (ast.get_docstring(node) or "").split("\n\n"):
             words = paragraph.split()
             # Prose, not a table of parameters, an example or mark-up.
-            if len(words) >= 15 and not any(sign in paragraph for sign in (">>>", "---", "::", ":math:", "===", "    ")):
+            if len(words) >= 15 and not any(
+                sign in paragraph for sign in (">>>", "---", "::", ":math:", "===", "    ")
+            ):
                 prose.append(" ".join(words).replace("``", "`"))
         if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= 5:
             code.append("\n".join(lines[node.lineno - 1 : node.end_lineno]))

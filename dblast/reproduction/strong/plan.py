@@ -37,7 +37,16 @@ def grow_text(recipe: TextRecipe, tokens: int, keep_states: bool, first: int, mi
     def prompts(target):
         return partial(shard_prompts, target, recipe.seed)
 
-    return grow(store(recipe), recipe, lambda: load_target(TARGET), prompts, tokens, TAPS if keep_states else None, first, minutes)
+    return grow(
+        store(recipe),
+        recipe,
+        lambda: load_target(TARGET),
+        prompts,
+        tokens,
+        TAPS if keep_states else None,
+        first,
+        minutes,
+    )
 
 
 def run(name: str, sitting: Sitting) -> pd.DataFrame:
@@ -49,8 +58,8 @@ def run(name: str, sitting: Sitting) -> pd.DataFrame:
 
 def shipped_scores() -> pd.DataFrame:
     """Scores of the shipped drafter; a stage, since nothing about it is made in sittings."""
-    stage = Stage("shipped-scores", {"drafter": sha256_file(shipped_drafter(TARGET) / MANIFEST), "prompts": sha256_file(OTHER_STYLE)},
-                  score_sets)  # fmt: skip
+    spec = {"drafter": sha256_file(shipped_drafter(TARGET) / MANIFEST), "prompts": sha256_file(OTHER_STYLE)}
+    stage = Stage("shipped-scores", spec, score_sets)
 
     def compute(folder: Path) -> None:
         target = load_target(TARGET)

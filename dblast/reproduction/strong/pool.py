@@ -105,7 +105,9 @@ class WindowSampler(AnchorSampler):
         self.generator, self.with_support = generator, with_support
         self._order: list[int] = []
         if min(responses.sizes.values()) * visits < sequences:
-            raise DBlastError(f"a shard of {min(responses.sizes.values())} responses is too small for steps of {sequences}")
+            raise DBlastError(
+                f"a shard of {min(responses.sizes.values())} responses is too small for steps of {sequences}"
+            )
 
     def next(self) -> AnchorBatch:
         # Numbers of rows to draw, then shards still to open in this pass, as -1 - shard.
@@ -121,5 +123,7 @@ class WindowSampler(AnchorSampler):
         opened, waiting = waiting[: self.trajectories.window], waiting[self.trajectories.window :]
         rows = [(-1 - s) * ROWS + i for s in opened for i in range(self.trajectories.sizes[-1 - s])]
         # Rows that did not fill a step are dropped: with the next ones, more shards would be open than fit.
-        drawn = [rows[i] for _ in range(self.visits) for i in torch.randperm(len(rows), generator=self.generator).tolist()]
+        drawn = [
+            rows[i] for _ in range(self.visits) for i in torch.randperm(len(rows), generator=self.generator).tolist()
+        ]
         self._order = drawn + waiting

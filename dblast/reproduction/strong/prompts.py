@@ -40,8 +40,12 @@ def _filled(shape: str, rng: random.Random) -> str:
     text = templates.fill(shape, rng)
     if rng.random() < 0.1:
         text = text.lower()
-    makers = {"{topic}": lambda: rng.choice(TOPICS), "{passage}": lambda: openings.prose(rng), "{code}": lambda: openings.code(rng)}
-    return re.sub("|".join(map(re.escape, makers)), lambda match: makers[match[0]](), text)
+    makers = {
+        "topic": lambda: rng.choice(TOPICS),
+        "passage": lambda: openings.prose(rng),
+        "code": lambda: openings.code(rng),
+    }
+    return re.sub(r"\{(topic|passage|code)\}", lambda match: makers[match[1]](), text)
 
 
 def _message(tasks: bool, rng: random.Random) -> str:
@@ -64,7 +68,8 @@ def draw_prompt(rng: random.Random) -> tuple[str, str | list[dict[str, str]]]:
         messages.insert(0, {"role": "system", "content": _filled(rng.choice(SYSTEMS), rng)})
     if kind == "second":
         answer = openings.prose(rng) if rng.random() < 0.7 else openings.code(rng)
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": _filled(rng.choice(FOLLOW_UPS), rng)}]
+        messages.append({"role": "assistant", "content": answer})
+        messages.append({"role": "user", "content": _filled(rng.choice(FOLLOW_UPS), rng)})
     return kind, messages
 
 

@@ -24,7 +24,8 @@ def history_rows(name: str, sittings: list[dict], tokens: int = 0, anchors: int 
     if first["start"] != "shipped":
         tokens = anchors = 0
     seen = max((sum(s["shards"].values()) for s in sittings), default=0)
-    return {"name": name, "tokens": tokens + seen, "anchors": anchors + trained, "layers": first["layers"], "start": first["start"]}
+    counts = {"tokens": tokens + seen, "anchors": anchors + trained}
+    return {"name": name} | counts | {"layers": first["layers"], "start": first["start"]}
 
 
 def scaling_table(target: str, shipped_scores: pd.DataFrame) -> pd.DataFrame:
@@ -56,7 +57,9 @@ def scaling_figure(table: pd.DataFrame) -> Figure:
     with mpl.rc_context(STYLE):
         figure = Figure(figsize=(TWO_COLUMNS, 2.4), layout="constrained")
         for panel, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings, strict=True):
-            for marker, (name, rows) in zip("osD^", held_out[held_out.setting == setting].groupby("evaluation"), strict=False):
+            for marker, (name, rows) in zip(
+                "osD^", held_out[held_out.setting == setting].groupby("evaluation"), strict=False
+            ):
                 label = f"{name} (n = {rows.n.iloc[0]})"
                 errors = 1.96 * rows.standard_error
                 panel.errorbar(rows.tokens / 1e6, rows.accepted_length, yerr=errors, fmt=marker, capsize=2, label=label)

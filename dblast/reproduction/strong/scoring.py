@@ -37,7 +37,9 @@ def curve_trajectories(plan: Plan) -> dict[str, list[Trajectory]]:
     """A few calibration responses of every setting, for a curve while training."""
     chosen = calibration_ids(plan)
     rows = {setting: prepare_trajectories(plan, setting) for setting in plan.data.settings}
-    return {setting: [t for t in stored if t.prompt_id in chosen][:CURVE_TRAJECTORIES] for setting, stored in rows.items()}
+    return {
+        setting: [t for t in stored if t.prompt_id in chosen][:CURVE_TRAJECTORIES] for setting, stored in rows.items()
+    }
 
 
 def score_sets(drafter: DBlastDrafter, plans: dict[str, Plan]) -> pd.DataFrame:
@@ -52,16 +54,24 @@ def score_sets(drafter: DBlastDrafter, plans: dict[str, Plan]) -> pd.DataFrame:
     for name, plan in plans.items():
         calibration = calibration_ids(plan) if name == "bundled" else set()
         for setting in plan.data.settings:
-            table = score(drafter, prepare_trajectories(plan, setting), precision=torch.bfloat16, description=f"{name} {setting}")
-            for split, part in table.groupby(table.prompt_id.isin(calibration).map({True: "calibration", False: "held out"})):
+            stored = prepare_trajectories(plan, setting)
+            table = score(drafter, stored, precision=torch.bfloat16, description=f"{name} {setting}")
+            for split, part in table.groupby(
+                table.prompt_id.isin(calibration).map({True: "calibration", False: "held out"})
+            ):
                 loop = accepted_length(part)
                 # A ratio of means, as the accepted length is (accepted + passes to passes, without the pass's own token).
                 anchored, influence = ratio_with_influence(part.anchor_accepted.to_numpy(), part.anchors.to_numpy())
                 rows.append(
                     {
-                        "evaluation": name, "split": split, "setting": setting, "accepted_length": loop.value,
-                        "standard_error": loop.standard_error, "per_anchor": anchored,
-                        "per_anchor_error": standard_error(influence), "n": loop.n,
+                        "evaluation": name,
+                        "split": split,
+                        "setting": setting,
+                        "accepted_length": loop.value,
+                        "standard_error": loop.standard_error,
+                        "per_anchor": anchored,
+                        "per_anchor_error": standard_error(influence),
+                        "n": loop.n,
                     }  # fmt: skip
                 )
     return pd.DataFrame(rows)

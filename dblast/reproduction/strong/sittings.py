@@ -86,13 +86,19 @@ def begin(name: str, wanted: Sitting, store: TextStore) -> Sitting:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             shards = {int(shard): tokens for shard, tokens in fields.pop("shards").items()}
-            fields |= {"training": TrainingConfig(**fields["training"]), "shards": shards, "blocks": tuple(fields["blocks"])}
+            fields |= {
+                "training": TrainingConfig(**fields["training"]),
+                "shards": shards,
+                "blocks": tuple(fields["blocks"]),
+            }
             known = Sitting(**fields)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArtefactError(f"{path} is damaged ({type(error).__name__}); delete {path.parent} and rerun") from None
         changed = [key for key, value in asdict(wanted).items() if key != "shards" and value != asdict(known)[key]]
         if changed:
-            raise DBlastError(f"sitting {name!r} was begun with another {changed[0]}; give it as it was, or another --name")
+            raise DBlastError(
+                f"sitting {name!r} was begun with another {changed[0]}; give it as it was, or another --name"
+            )
         return known
     check_whole("layers", wanted.layers, 1)
     for block in wanted.blocks:
@@ -120,7 +126,10 @@ def start_of(sitting: Sitting, target: Target, responses: Responses) -> tuple[DB
     first = responses.shard(responses.shards[0])
     if sitting.start in ("shipped", "target"):
         shape = DrafterConfig(
-            layers=sitting.layers, taps=tuple(responses.taps), draft_vocabulary=sitting.draft_vocabulary, start=sitting.start
+            layers=sitting.layers,
+            taps=tuple(responses.taps),
+            draft_vocabulary=sitting.draft_vocabulary,
+            start=sitting.start,
         )
         drafter, past = start_drafter(shape, target, first, responses.taps), []
     else:
@@ -153,7 +162,9 @@ def run_sitting(
         curve = curve_trajectories(next(iter(plans.values())))
         if not (folder / DRAFTER).exists():
             _train(folder, sitting, drafter, responses, _curve(curve), past)
-        scores = score_sets(DBlastDrafter.load(folder / DRAFTER, dtype=torch.float32).to(target.device).attach(target), plans)
+        scores = score_sets(
+            DBlastDrafter.load(folder / DRAFTER, dtype=torch.float32).to(target.device).attach(target), plans
+        )
         scores.to_csv(folder / (SCORES + ".part"), index=False)
         os.replace(folder / (SCORES + ".part"), folder / SCORES)
         (folder / STATE).unlink(missing_ok=True)
@@ -195,7 +206,9 @@ def _train(
             bar.update(blocks)
             if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
                 trainer.record(evaluate)
-                bar.write(f"{folder.name}: " + ", ".join(f"{key} {value:.3f}" for key, value in trainer.history[-1].items()))
+                bar.write(
+                    f"{folder.name}: " + ", ".join(f"{key} {value:.3f}" for key, value in trainer.history[-1].items())
+                )
             if trainer.step % config.checkpoint_every == 0:
                 trainer.save(folder / STATE, key)
     record = asdict(sitting) | {"name": folder.name, "history": trainer.history}

@@ -229,7 +229,9 @@ class TextStore:
             with safe_open(self.path(index), "pt") as file:
                 return json.loads(file.metadata()["state"].split(" ", 1)[1])
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, IndexError) as error:
-            raise ArtefactError(f"{self.path(index)} is damaged ({type(error).__name__}); delete it and rerun") from error
+            raise ArtefactError(
+                f"{self.path(index)} is damaged ({type(error).__name__}); delete it and rerun"
+            ) from error
 
     def tokens(self) -> int:
         """Response tokens of all shards."""
@@ -243,7 +245,9 @@ class TextStore:
         """
         header, tensors = read_state(self.path(index))
         if header.get("format") != FORMAT:
-            raise ArtefactError(f"{self.path(index)} has format {header.get('format')}, not {FORMAT}; delete it and rerun")
+            raise ArtefactError(
+                f"{self.path(index)} has format {header.get('format')}, not {FORMAT}; delete it and rerun"
+            )
         return header, Text(**tensors)
 
     def states_path(self, index: int) -> Path:
@@ -257,8 +261,14 @@ class TextStore:
         # Of a shard that was made again, they are another text's.
         return tensors["states"] if header == {"taps": taps, "shard": sha256_file(self.path(index))} else None
 
-    def write(self, index: int, header: dict[str, Any], text: Text, taps: list[int] | None, states: Tensor | None) -> None:
-        counts = {"tokens": len(text.responses), "responses": len(text.response_lengths), "prompt_tokens": len(text.prompts)}
+    def write(
+        self, index: int, header: dict[str, Any], text: Text, taps: list[int] | None, states: Tensor | None
+    ) -> None:
+        counts = {
+            "tokens": len(text.responses),
+            "responses": len(text.response_lengths),
+            "prompt_tokens": len(text.prompts),
+        }
         self.folder.mkdir(parents=True, exist_ok=True)
         write_state(self.path(index), {"format": FORMAT, "index": index} | counts | header, vars(text))
         if states is not None:
