@@ -139,6 +139,22 @@ def test_short_blocks_in_turn(run, monkeypatch):
         run("none", replace(FIRST, blocks=(0,)))
 
 
+def test_steps_for_a_time(run, store, llama, monkeypatch):
+    """A clock on which every step takes two seconds."""
+    clock = iter(range(0, 1000, 8))
+    monkeypatch.setattr(sittings.time, "monotonic", lambda: next(clock))
+    wanted = replace(FIRST, blocks=(2, 3))
+    options = (store, llama, TAPS)
+    sitting = sittings.for_minutes("timed", wanted, 1.0, *options)
+    assert sitting == replace(wanted, training=replace(TRAINING, steps=30))
+    begin("timed", sitting, store)
+    # Begun, it keeps its steps.
+    assert sittings.for_minutes("timed", wanted, 5.0, *options) == sitting
+    for minutes in (0, float("nan")):
+        with pytest.raises(DBlastError, match="--minutes"):
+            sittings.for_minutes("other", wanted, minutes, *options)
+
+
 def test_part_of_the_text(store):
     sitting = begin("part", replace(FIRST, tokens=store.header(0)["tokens"] + 1), store)
     assert list(sitting.shards) == [0, 1]
@@ -152,6 +168,9 @@ def test_other_numbers_names_and_damage_are_refused(store, tmp_path):
     for name in ("", "shipped", "../a", "a/b"):
         with pytest.raises(DBlastError, match="plain word"):
             begin(name, FIRST, store)
+    for wrong in (replace(FIRST, start="a"), replace(FIRST, start="nothing")):
+        with pytest.raises(DBlastError, match="has ended"):
+            begin("b", wrong, store)
     with pytest.raises(DBlastError, match="no text"):
         begin("b", FIRST, TextStore(tmp_path / "none"))
     (sitting_folder("a") / "plan.json").write_text("{}")

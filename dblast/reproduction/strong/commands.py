@@ -43,6 +43,9 @@ def sitting(
         int | None, typer.Option(help="Train on so much of the text (default: all that is there).")
     ] = None,
     steps: Annotated[int, typer.Option(help="Optimiser steps; the rate falls to zero over them.")] = 1000,
+    minutes: Annotated[
+        float | None, typer.Option(help="As many steps as fit into this time, from a short measurement, instead.")
+    ] = None,
     sequences: Annotated[int, typer.Option(help="Responses of a step, 32 anchors each.")] = 16,
     layers: Annotated[int, typer.Option(help="Draft layers, if it starts from the target.")] = 3,
     blocks: Annotated[
@@ -68,6 +71,7 @@ def sitting(
     scores = run(
         name,
         replace(base, start=start, tokens=tokens, layers=layers, blocks=tuple(map(int, lengths)), training=training),
+        minutes,
     )
     typer.echo(scores.round(3).to_string(index=False))
 

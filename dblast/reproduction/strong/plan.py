@@ -15,7 +15,7 @@ from dblast.reproduction.stages import Stage
 from dblast.reproduction.strong.prompts import shard_prompts
 from dblast.reproduction.strong.scaling import scaling_table
 from dblast.reproduction.strong.scoring import OTHER_STYLE, evaluation_plans, score_sets
-from dblast.reproduction.strong.sittings import Sitting, begin, run_sitting
+from dblast.reproduction.strong.sittings import Sitting, begin, check, for_minutes, run_sitting
 from dblast.reproduction.strong.text import TextRecipe, TextStore, grow, text_folder
 from dblast.support.files import MANIFEST, sha256_file
 from dblast.targets import load_target
@@ -49,10 +49,13 @@ def grow_text(recipe: TextRecipe, tokens: int, keep_states: bool, first: int, mi
     )
 
 
-def run(name: str, sitting: Sitting) -> pd.DataFrame:
-    """Begin or go on with a sitting; returns its scores."""
-    sitting = begin(name, sitting, store())
+def run(name: str, sitting: Sitting, minutes: float | None = None) -> pd.DataFrame:
+    """Begin or go on with a sitting, of as many steps as fit into ``minutes`` if they are given; returns its scores."""
+    check(name, sitting, store())
     target = load_target(TARGET)
+    if minutes is not None:
+        sitting = for_minutes(name, sitting, minutes, store(), target, TAPS)
+    sitting = begin(name, sitting, store())
     return run_sitting(name, sitting, store(), target, TAPS, evaluation_plans(target))
 
 

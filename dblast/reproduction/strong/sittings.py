@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pandas as pd
@@ -74,6 +74,24 @@ def sitting_folder(name: str) -> Path:
     return cache_folder() / "sittings" / name
 
 
+def check(name: str, wanted: Sitting, store: TextStore) -> None:
+    """Refuse what cannot work, before a target is loaded.
+
+    Raises:
+        DBlastError: a name that is no file's, a count below one, a start that is not there, or no text.
+    """
+    sitting_folder(name)
+    check_whole("layers", wanted.layers, 1)
+    for block in wanted.blocks:
+        check_whole("blocks: a block length", block, 1)
+    if wanted.tokens is not None:
+        check_whole("tokens", wanted.tokens, 1)
+    if wanted.start not in ("shipped", "target") and not (sitting_folder(wanted.start) / DRAFTER).exists():
+        raise DBlastError(f"--start must be shipped, target or a sitting that has ended, got {wanted.start!r}")
+    if not store.indices():
+        raise DBlastError(f"no text in {store.folder}; sample some with `python -m dblast text`")
+
+
 def begin(name: str, wanted: Sitting, store: TextStore) -> Sitting:
     """The sitting of that name: as it was begun, or begun now.
 
@@ -100,16 +118,12 @@ def begin(name: str, wanted: Sitting, store: TextStore) -> Sitting:
                 f"sitting {name!r} was begun with another {changed[0]}; give it as it was, or another --name"
             )
         return known
-    check_whole("layers", wanted.layers, 1)
-    for block in wanted.blocks:
-        check_whole("blocks: a block length", block, 1)
+    check(name, wanted, store)
     shards, total = {}, 0
     for shard in store.indices():
         if wanted.tokens is None or total < wanted.tokens:
             shards[shard] = store.header(shard)["tokens"]
             total += shards[shard]
-    if not shards:
-        raise DBlastError(f"no text in {store.folder}; sample some with `python -m dblast text`")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(wanted) | {"shards": shards})
     return begin(name, wanted, store)
@@ -179,11 +193,8 @@ def _curve(rows: dict) -> Callable[[DBlastDrafter], dict]:
     return evaluate
 
 
-def _train(
-    folder: Path, sitting: Sitting, drafter: DBlastDrafter, responses: Responses,
-    evaluate: Callable[[DBlastDrafter], dict], past: list[dict],
-) -> None:  # fmt: skip
-    config, start, key = sitting.training, time.monotonic(), digest([asdict(sitting), start_identity(sitting)])
+def _trainer(sitting: Sitting, drafter: DBlastDrafter, responses: Responses) -> Trainer:
+    config = sitting.training
     # The trainer's own sampler would hold every row.
     trainer = Trainer(drafter, responses.shard(responses.shards[0])[:1], config)
     trainer.sampler = WindowSampler(
@@ -191,6 +202,52 @@ def _train(
         anchors=config.anchors, generator=torch.Generator().manual_seed(config.seed),
         with_support=trainer.sampler.with_support,
     )  # fmt: skip
+    return trainer
+
+
+def _advance(trainer: Trainer, sitting: Sitting) -> None:
+    """One step, with the block length whose turn it is."""
+    config = trainer.drafter.config
+    own = config.block_size
+    length = sitting.blocks[trainer.step % len(sitting.blocks)] if sitting.blocks else own - 1
+    config.block_size, trainer.sampler.block_length = length + 1, length
+    try:
+        trainer.advance()
+    finally:
+        config.block_size = own
+
+
+def for_minutes(
+    name: str, sitting: Sitting, minutes: float, store: TextStore, target: Target, taps: list[int]
+) -> Sitting:
+    """The sitting with as many steps as fit into a time here and now; those of its plan, if it was begun already.
+
+    Scoring, and recomputing states that are not kept, come on top.
+    """
+    if not minutes > 0:
+        raise DBlastError(f"--minutes must be above 0, got {minutes}")
+    path = sitting_folder(name) / PLAN
+    if path.exists():
+        steps = json.loads(path.read_text(encoding="utf-8"))["training"]["steps"]
+    else:
+        responses = Responses(store, store.indices()[: sitting.window], target, taps, sitting.window)
+        drafter, _ = start_of(sitting, target, responses)
+        trainer = _trainer(sitting, drafter, responses)
+        # The first step reads the shards; then a turn of all block lengths, twice.
+        _advance(trainer, sitting)
+        start, turns = time.monotonic(), 2 * max(1, len(sitting.blocks))
+        for _ in range(turns):
+            _advance(trainer, sitting)
+        steps = max(1, int(60 * minutes / (time.monotonic() - start) * turns))
+    return replace(sitting, training=replace(sitting.training, steps=steps))
+
+
+def _train(
+    folder: Path, sitting: Sitting, drafter: DBlastDrafter, responses: Responses,
+    evaluate: Callable[[DBlastDrafter], dict], past: list[dict],
+) -> None:  # fmt: skip
+    config, start, key = sitting.training, time.monotonic(), digest([asdict(sitting), start_identity(sitting)])
+    trainer = _trainer(sitting, drafter, responses)
     if (folder / STATE).exists():
         trainer.load(folder / STATE, key)
     if not trainer.history:
@@ -198,11 +255,7 @@ def _train(
     blocks = config.blocks_per_step
     with progress(config.steps * blocks, f"sitting {folder.name}", unit="anchor", initial=trainer.step * blocks) as bar:
         while trainer.step < config.steps:
-            own = drafter.config.block_size
-            length = sitting.blocks[trainer.step % len(sitting.blocks)] if sitting.blocks else own - 1
-            drafter.config.block_size, trainer.sampler.block_length = length + 1, length
-            trainer.advance()
-            drafter.config.block_size = own
+            _advance(trainer, sitting)
             bar.update(blocks)
             if trainer.step % config.evaluate_every == 0 or trainer.step == config.steps:
                 trainer.record(evaluate)
