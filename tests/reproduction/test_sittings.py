@@ -103,13 +103,16 @@ def test_the_next_sitting_starts_from_the_last_with_words_of_its_text(run, llama
     run("one")
     make_shard(store, RECIPE, llama, 3, prompts)
     later = replace(
-        FIRST, start="one", training=replace(TRAINING, steps=1, learning_rate=1e-9, matrix_learning_rate=1e-9)
+        FIRST,
+        start="one",
+        draft_vocabulary=24,
+        training=replace(TRAINING, steps=1, learning_rate=1e-9, matrix_learning_rate=1e-9),
     )
     run("two", later)
     before, after = weights("one"), weights("two")
     assert_close(after["fc.weight"], before["fc.weight"], 1e-5)
     shards = list(range(4))
-    want = sittings.vocabulary(store, shards, 20, llama.model.config.vocab_size)
+    want = sittings.vocabulary(store, shards, 24, llama.model.config.vocab_size)
     assert torch.equal(after["draft_token_ids"], want)
     counts = torch.bincount(torch.cat([store.read(i)[1].responses for i in shards]), minlength=40)
     assert counts[want].min() >= counts[~torch.isin(torch.arange(40), want)].max()

@@ -48,6 +48,7 @@ def sitting(
     ] = None,
     sequences: Annotated[int, typer.Option(help="Responses of a step, 32 anchors each.")] = 16,
     layers: Annotated[int, typer.Option(help="Draft layers, if it starts from the target.")] = 3,
+    vocabulary: Annotated[int, typer.Option(help="Tokens it may draft: the most frequent ones of the text.")] = 8192,
     blocks: Annotated[
         str, typer.Option(help="Block lengths of the steps in turn, as 3,3,7 (default: the drafter's own).")
     ] = "",
@@ -68,11 +69,8 @@ def sitting(
     training = replace(
         base.training, steps=steps, sequences=sequences, loss=loss, matrix_learning_rate=rate, learning_rate=rate / 20
     )
-    scores = run(
-        name,
-        replace(base, start=start, tokens=tokens, layers=layers, blocks=tuple(map(int, lengths)), training=training),
-        minutes,
-    )
+    wanted = replace(base, start=start, tokens=tokens, layers=layers, draft_vocabulary=vocabulary, training=training)
+    scores = run(name, replace(wanted, blocks=tuple(map(int, lengths))), minutes)
     typer.echo(scores.round(3).to_string(index=False))
 
 

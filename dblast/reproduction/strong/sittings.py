@@ -40,7 +40,8 @@ class Sitting:
 
     Attributes:
         start: "shipped", "target" (its last layers), or the name of a sitting that has ended.
-        layers, draft_vocabulary: of a drafter that starts from the target; a vocabulary is chosen anew in every sitting.
+        layers: of a drafter that starts from the target.
+        draft_vocabulary: number of tokens that it may draft, chosen anew in every sitting.
         tokens: of the text at most, the lowest shards first (None: all that is there).
         visits: how often a response is drawn while its shard is open.
         blocks: block lengths of the steps, in turn (empty: the drafter's own). A pass costs as many positions as its
@@ -82,6 +83,7 @@ def check(name: str, wanted: Sitting, store: TextStore) -> None:
     """
     sitting_folder(name)
     check_whole("layers", wanted.layers, 1)
+    check_whole("vocabulary", wanted.draft_vocabulary, 1)
     for block in wanted.blocks:
         check_whole("blocks: a block length", block, 1)
     if wanted.tokens is not None:
@@ -150,9 +152,10 @@ def start_of(sitting: Sitting, target: Target, responses: Responses) -> tuple[DB
         folder = check_manifest(sitting_folder(sitting.start) / DRAFTER)
         drafter = DBlastDrafter.load(folder, dtype=torch.float32).to(target.device)
         past = json.loads((folder / "training.json").read_text(encoding="utf-8"))["sittings"]
-    if size := drafter.config.draft_vocab_size:
-        # The head is the target's own: other words cost no training.
-        drafter.set_draft_vocabulary(vocabulary(responses.store, responses.shards, size, drafter.config.vocab_size))
+    # The head is the target's own: other words, and more of them, cost no training.
+    size = drafter.config.draft_vocab_size = min(sitting.draft_vocabulary, drafter.config.vocab_size)
+    drafter.register_buffer("draft_token_ids", torch.full((size,), -1, device=drafter.device))
+    drafter.set_draft_vocabulary(vocabulary(responses.store, responses.shards, size, drafter.config.vocab_size))
     return drafter.attach(target), past
 
 
