@@ -19,7 +19,7 @@ from dblast.reproduction.strong.text import TextRecipe, TextStore, grow, make_sh
 from dblast.sampling import get_setting
 from dblast.targets import tap_features
 from dblast.trajectories import EncodedPrompt
-from tests.helpers import assert_close, assert_same_computation
+from tests.helpers import assert_close, assert_same_computation, assert_within_errors, frequency_error
 
 TAPS = [0, 2]
 RECIPE = TextRecipe(settings=("low", "high"), budgets=(6, 9, 12), quarters=1, responses=5)
@@ -70,6 +70,16 @@ def test_what_is_recorded_is_what_the_target_says(llama, sampled):
         assert_close(row.p_max, log_p.exp().amax(-1), 1e-4)
         want = tap_features(out.hidden_states, TAPS)[0, :-1].bfloat16()
         assert_close(row.features.float(), want.float(), 2**-6)
+
+
+def test_tokens_are_drawn_with_the_recorded_probabilities(llama):
+    prompt = prompts(0, 20)[3]
+    text, _ = sample_responses(llama, [prompt] * 4000, "low", 1, torch.Generator().manual_seed(1))
+    sizes = text.support_sizes.tolist()
+    tokens, p = text.support.split(sizes)[0], text.support_log_p.split(sizes)[0].exp()
+    counts = (text.responses[:, None] == tokens).sum(0)
+    assert counts.sum() == 4000
+    assert_within_errors(counts / 4000, p, frequency_error(p, 4000))
 
 
 def test_responses_end_at_the_end_token_alone(llama, sampled):
