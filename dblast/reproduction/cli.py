@@ -1,5 +1,5 @@
-"""Command line: ``python -m dblast fetch | profiles | drafter | evaluate | pretrain | train | generate | reproduce |
-report | readme | check-results | cache``.
+"""Command line: ``python -m dblast fetch | profiles | drafter | evaluate | text | sitting | scaling | pretrain | train |
+generate | reproduce | report | readme | check-results | cache``.
 
 Commands import what they need and check their input first: torch and transformers alone take seconds.
 """
@@ -29,6 +29,7 @@ from dblast.reproduction.names import (
 )
 from dblast.reproduction.own import commands as own_commands
 from dblast.reproduction.own.requirements import check_numbers, check_output, size
+from dblast.reproduction.strong import commands as strong_commands
 from dblast.support.progress import INTERVAL
 
 if TYPE_CHECKING:
@@ -68,6 +69,7 @@ def profiles() -> None:
 
 
 own_commands.register(app)
+strong_commands.register(app)
 
 
 # Options that `train` and `pretrain` share.
@@ -401,6 +403,9 @@ def cache(
         date = time.strftime("%Y-%m-%d %H:%M", time.localtime(stored.changed))
         typer.echo(f"{stored.kind:14s} {stored.key}  {size(stored.size):>9s}  {date}  {stored.state}")
     typer.echo(f"artefacts: {len(stages)}, {size(sum(stored.size for stored in stages))}, in {cache_folder()}")
+    for folder in sorted(folder for kind in ("text", "sittings") for folder in cache_folder().glob(f"{kind}/*/")):
+        held = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        typer.echo(f"{folder.parent.name:14s} {folder.name}  {size(held):>9s}  made in sittings, never cleaned")
     if check:
         problems = [problem for _, problem in check_all() if problem]
         for problem in problems:
