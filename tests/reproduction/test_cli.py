@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dblast.reproduction import names, profiles
-from dblast.reproduction import demo
 from dblast import losses, proposals, replay, sampling, verifier
-from dblast.reproduction.language import synthetic
-from dblast.reproduction.prompts import sources
-from dblast.reproduction import objectives
-from dblast.reproduction.cli import app
 from dblast.errors import ArtefactError, DBlastError
+from dblast.reproduction import demo, names, objectives, profiles
+from dblast.reproduction.cli import app
+from dblast.reproduction.language import synthetic
 from dblast.reproduction.paths import ROOT
-from tests.reproduction.test_initialise import write_dflash
+from dblast.reproduction.prompts import sources
+from tests.method.test_drafter_files import published  # noqa: F401  (a fixture)
 
 #: Runs the command line like ``python -m dblast`` and says on stdout which of the modules named first it imported.
 _PROBE = """
@@ -171,11 +169,10 @@ def test_a_drafter_with_a_manifest_is_compared_with_it(llama, make_drafter, tmp_
         demo.load_drafter(folder, llama)
 
 
-def test_a_published_dflash_folder_decodes_from_the_command_line(qwen3, make_drafter, tmp_path):
+def test_a_published_dflash_folder_decodes_from_the_command_line(qwen3, published, tmp_path):  # noqa: F811
     qwen3.model.save_pretrained(tmp_path / "target")
     qwen3.tokenizer.save_pretrained(tmp_path / "target")
-    write_dflash(tmp_path / "dflash", make_drafter(qwen3, num_categories=0))
-    arguments = ["--target", str(tmp_path / "target"), "--drafter", str(tmp_path / "dflash"), "--max-new-tokens", "6"]
+    arguments = ["--target", str(tmp_path / "target"), "--drafter", str(published), "--max-new-tokens", "6"]
     done = CliRunner().invoke(app, ["generate", "--prompt", "w5 w6", *arguments])
     assert done.exit_code == 0, (done.output, done.exception)
     assert "accepted length" in done.output

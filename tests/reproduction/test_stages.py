@@ -332,7 +332,7 @@ def test_the_cache_command(mixed, cache_folder):
     checked = run(app, ["cache", "--check"])
     assert checked.exit_code == 1 and "a.txt is missing or damaged" in checked.output
     asked = run(app, ["cache", "--clean"])
-    assert "4 artefacts" in asked.output and "--yes" in asked.output and len(states()) == 6
+    assert "artefacts: 4" in asked.output and "--yes" in asked.output and len(states()) == 6
     done = run(app, ["cache", "--clean", "--yes"])
     assert done.exit_code == 0 and set(states()) == {mixed["finished"].key, mixed["damaged"].key}
     assert not list(cache_folder.glob("*/*.lock")) or all(p.stem in states() for p in cache_folder.glob("*/*.lock"))
@@ -342,4 +342,4 @@ def test_the_cache_command(mixed, cache_folder):
 def test_an_empty_cache_is_listed(cache_folder):
     shutil.rmtree(cache_folder)
     assert list_stages() == []
-    assert "0 artefacts" in CliRunner().invoke(app, ["cache"]).output
+    assert "artefacts: 0" in CliRunner().invoke(app, ["cache"]).output
