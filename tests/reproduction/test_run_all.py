@@ -34,7 +34,7 @@ def test_only_numbered_notebooks_are_checked(tmp_path):
     for name in ("00_a.ipynb", "07_b.ipynb", "scratch.ipynb", ".ipynb_checkpoints/00_a-checkpoint.ipynb"):
         (tmp_path / name).touch()
     assert notebooks(tmp_path) == [str(tmp_path / "00_a.ipynb"), str(tmp_path / "07_b.ipynb")]
-    assert len(notebooks()) == 8
+    assert len(notebooks()) == 9
 
 
 def git(folder, *arguments):

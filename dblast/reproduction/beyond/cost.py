@@ -51,7 +51,7 @@ def timed_tree_step(
     clock.lap("draft")
     tree = draft_tree(decoder.drafter, output, nodes)
     clock.lap("tree")
-    logits = decoder.score_tree(tree)
+    logits = decoder.score(tree.tokens, tree)
     clock.lap("target")
     tokens, p = target_support(logits, settings)
     clock.lap("p")
