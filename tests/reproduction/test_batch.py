@@ -1,5 +1,6 @@
 """The batch run on small notebooks that go wrong: which notebook and cell, in one line, and no kernel left behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -112,8 +113,13 @@ def test_an_interrupted_run_leaves_no_kernel(tmp_path, number):
         while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
             assert run.poll() is None and time.monotonic() < limit
             time.sleep(0.2)
-        run.send_signal(number)
-        assert run.wait(60) != 0
+        # Python ignores an interrupt that falls into a finaliser; a person presses Ctrl-C again.
+        for _ in range(3):
+            run.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                run.wait(60)
+                break
+        assert run.poll()
         assert kernel_ended(tmp_path)
     finally:
         run.kill()
