@@ -69,18 +69,9 @@ def read_source(source: str) -> list[Prompt]:
         raise PromptError(f"{name} cannot be read as a table ({reason[:200]})") from None
     if column not in table.columns:
         raise PromptError(f"{name} has no column {column!r}; its columns are {', '.join(map(str, table.columns))}")
-    prompts = []
-    for number, value in enumerate(table[column].head(COLUMN_LIMIT), start=1):
-        # Lists are arrays here, and empty cells None or NaN.
-        value = value.tolist() if hasattr(value, "tolist") and getattr(value, "ndim", 0) else value
-        turns, where = _turns("" if value is None or value != value else value), f"{name}, row {number}"
-        if turns is None:
-            raise PromptError(f"{where}: column {column!r} holds neither text nor turns nor messages")
-        if turns and turns[0].strip():
-            prompts.append(Prompt(f"chat-row{number}", "chat", turns, where=where))
-    if not prompts:
-        raise PromptError(f"{name}: column {column!r} holds no prompts")
-    return prompts
+    # Lists are arrays here, and empty cells None or NaN.
+    cells = (x.tolist() if getattr(x, "ndim", 0) else "" if x is None or x != x else x for x in table[column])
+    return _column_prompts(cells, name, column)
 
 
 def read_column(name: str, column: str) -> list[Prompt]:
@@ -92,15 +83,23 @@ def read_column(name: str, column: str) -> list[Prompt]:
     Raises:
         PromptError: the data set or the column is not there, or a row is none of these.
     """
+
+    def cells() -> Iterator[Any]:
+        for row in _rows(name):
+            if column not in row:
+                raise PromptError(f"{name} has no column {column!r}; its columns are {', '.join(row)}")
+            yield row[column]
+
+    return _column_prompts(cells(), name, column)
+
+
+def _column_prompts(cells: Iterable[Any], name: str, column: str) -> list[Prompt]:
+    """The prompts in the first cells of a column; empty ones, common in public sets, are no reason to give up the others."""
     prompts = []
-    for number, row in enumerate(islice(_rows(name), COLUMN_LIMIT), start=1):
-        where = f"{name}, row {number}"
-        if column not in row:
-            raise PromptError(f"{name} has no column {column!r}; its columns are {', '.join(row)}")
-        turns = _turns(row[column])
+    for number, cell in enumerate(islice(cells, COLUMN_LIMIT), start=1):
+        turns, where = _turns(cell), f"{name}, row {number}"
         if turns is None:
             raise PromptError(f"{where}: column {column!r} holds neither text nor turns nor messages")
-        # Empty rows are common in public sets, and no reason to give up the others.
         if turns and turns[0].strip():
             prompts.append(Prompt(f"chat-row{number}", "chat", turns, where=where))
     if not prompts:
