@@ -111,7 +111,15 @@ def load_drafter(folder: Path, target: Target) -> DBlastDrafter:
 
 
 def plain_speed(target: Target, prompt: list[int], settings: SamplingSettings | None, tokens: int, seed: int) -> float:
-    """Tokens per second of the target's own ``generate`` under the same settings; the global random state is left."""
+    """Tokens per second of :func:`plain_run`."""
+    made, seconds = plain_run(target, prompt, settings, tokens, seed)
+    return made / seconds
+
+
+def plain_run(
+    target: Target, prompt: list[int], settings: SamplingSettings | None, tokens: int, seed: int
+) -> tuple[int, float]:
+    """Tokens and seconds of the target's own ``generate`` under the same settings; the global random state is left."""
     import torch
 
     sampling = {"do_sample": False}
@@ -135,7 +143,7 @@ def plain_speed(target: Target, prompt: list[int], settings: SamplingSettings | 
             pad_token_id=0,
             **sampling,
         )
-        return (out.shape[1] - len(prompt)) / (time.perf_counter() - start)
+        return out.shape[1] - len(prompt), time.perf_counter() - start
 
 
 def draw_tree(

@@ -16,8 +16,6 @@ from dblast.reproduction.beyond import siblings as beyond_siblings
 from dblast.reproduction.beyond.cost import (
     TREE_PARTS,
     best_fixed_size,
-    best_sizes,
-    calibrated_scale,
     cost_rows,
     measure_widths,
     roofline,
@@ -57,7 +55,6 @@ from dblast.reproduction.beyond.study import (
 from dblast.reproduction.demo import draw_tree
 from dblast.reproduction.profiles import MAIN, TINY, get_profile
 from dblast.sampling import SamplingSettings
-from dblast.trees import heaviest_prefixes
 from tests.helpers import assert_close, generator, random_log_prior, random_position_log_q, soft_distribution
 
 # -- what is scored, and what is chosen ------------------------------------------------------------
@@ -244,21 +241,11 @@ def test_siblings_are_counted_for_every_variant_seed_and_held_out_text(study):
 # -- what a node costs -----------------------------------------------------------------------------
 
 
-def test_the_best_size_is_that_of_a_search_and_knows_q_alone():
-    rng = generator(0)
-    log_q = torch.stack([random_position_log_q(2, 3, 4, rng) for _ in range(20)])
-    tree = heaviest_prefixes(log_q, torch.stack([random_log_prior(2, rng) for _ in range(20)]), 30)
-    cost = {3: 1.0, 6: 1.1, 12: 1.3, 30: 2.0}
-    found = best_sizes(tree.log_weight, cost, 0.8)
-    for row, size in enumerate(found.tolist()):
-        gain = {n: (1 + 0.8 * tree.log_weight[row, :n].exp().sum().item()) / c for n, c in cost.items()}
-        assert gain[size] == max(gain.values())
-    assert set(best_sizes(tree.log_weight, dict.fromkeys(cost, 1.0)).tolist()) == {30}, "free nodes are all taken"
-    assert set(best_sizes(tree.log_weight, {3: 1.0, 30: 9.0}).tolist()) == {3}
-    # Beyond the tree's own nodes there is nothing to gain; of equals the smaller.
-    assert best_sizes(torch.zeros(1, 1), {1: 1.0, 5: 1.0}).item() == 1
-    assert best_fixed_size({3: 1.0, 6: 1.5, 12: 1.6}, {3: 1.0, 6: 1.2, 12: 2.0}) == 6
-    assert calibrated_scale(0.5, 2.0) == 0.25 and calibrated_scale(0.0, 0.0) == 1.0
+def test_the_best_size_yields_most_tokens_for_its_cost():
+    accepted, cost = {3: 1.0, 6: 1.5, 12: 1.6}, {3: 1.0, 6: 1.2, 12: 2.0}
+    assert best_fixed_size(accepted, cost) == 6
+    assert best_fixed_size(accepted, dict.fromkeys(cost, 1.0)) == 12, "free nodes are all taken"
+    assert best_fixed_size(dict.fromkeys(cost, 1.0), dict.fromkeys(cost, 1.0)) == 3, "of equals the smaller"
 
 
 def test_roofline_is_flat_until_products_take_longer_than_reading():

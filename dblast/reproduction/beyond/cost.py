@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from dblast.cache import BlockDecoder
 from dblast.decoding import generate, target_support
 from dblast.reproduction.beyond.scores import DRAFT_TOP_K, TREE_BLOCKS, choose_temperatures, collect_proposals
-from dblast.reproduction.demo import plain_speed
+from dblast.reproduction.demo import plain_run
 from dblast.reproduction.experiments import for_decoding, open_drafter, open_target, prepare_variant
 from dblast.reproduction.latency import Clock, bare_pass, timed_step
 from dblast.reproduction.plans import Plan, Variant
@@ -127,35 +127,9 @@ def width_rows(widths: pd.DataFrame) -> pd.DataFrame:
     return rows.assign(relative=rows.milliseconds / rows.target.map(one))
 
 
-def best_sizes(log_weight: Tensor, cost: Mapping[int, float], scale: float = 1.0) -> Tensor:
-    """The size of every tree that yields most tokens for its cost, if a prefix is accepted with ``scale`` times its q.
-
-    A tree of N nodes yields 1 + scale * (sum of the N largest weights) expected tokens. Only q is looked at, before any
-    token of the target is drawn, so that the law of the text does not depend on what is chosen.
-
-    Args:
-        log_weight: (B, N) log q_dep(u | y) of the nodes, heaviest first (:class:`dblast.trees.Tree`).
-        cost: of a step by number of nodes, in any unit; sizes above N are those of a tree cut there.
-        scale: accepted over expected under q, from :func:`calibrated_scale`.
-
-    Returns:
-        (B,) one of the sizes; the smallest of equals.
-    """
-    sizes = sorted(cost)
-    reach = log_weight.double().exp().cumsum(1)
-    expected = torch.stack([reach[:, min(size, reach.shape[1]) - 1] for size in sizes], dim=1)
-    prices = torch.tensor([cost[size] for size in sizes], dtype=torch.float64, device=reach.device)
-    return torch.tensor(sizes, device=reach.device)[((1 + scale * expected) / prices).argmax(1)]
-
-
 def best_fixed_size(accepted: Mapping[int, float], cost: Mapping[int, float]) -> int:
     """The size with the largest (1 + accepted length) / cost; the smallest of equals."""
     return max(sorted(cost), key=lambda size: (1 + accepted[size]) / cost[size])
-
-
-def calibrated_scale(accepted: float, expected: float) -> float:
-    """What turns the accepted length that q expects of itself into the one that replay saw on calibration prompts."""
-    return accepted / expected if expected > 0 else 1.0
 
 
 def roofline(parameters: float, width: int, bandwidth: float, flops: float, bytes_each: float = 2) -> float:
@@ -230,18 +204,9 @@ def _options(chosen: pd.DataFrame, plan: Plan, setting: str, k: int, loss: str, 
 def _timed(plan, target, ids, setting, seed, job, decoders, options, variants) -> dict:
     settings, budget = get_setting(setting), plan.data.evaluation_tokens
     if job is None:
-        start = time.perf_counter()
-        speed = plain_speed(target, list(ids), settings, budget, seed)
-        seconds = time.perf_counter() - start
-        tokens = round(speed * seconds)
-        return {
-            "method": "plain",
-            "proposal": "none",
-            "nodes": 0,
-            "tokens": tokens,
-            "seconds": tokens / speed,
-            "passes": tokens,
-        }
+        tokens, seconds = plain_run(target, list(ids), settings, budget, seed)
+        names = {"method": "plain", "proposal": "none", "nodes": 0}
+        return names | {"tokens": tokens, "seconds": seconds, "passes": tokens}
     k, loss, proposal, blocks = job
     decoder, rng = decoders[k, loss], torch.Generator(device=target.device).manual_seed(seed)
     start = time.perf_counter()
