@@ -247,8 +247,7 @@ def trajectory_acceptance(
     with drafter.in_precision(precision):
         out = batch.run(drafter)
         check_output(out)
-        # The last anchor is repeated to fill the pass's rows.
-        hidden, tokens, valid, log_p = out.branch_hidden[:n], batch.tokens[:n], batch.valid[:n], batch.log_p[:n]
+        hidden, tokens, valid, log_p = out.branch_hidden, batch.tokens, batch.valid, batch.log_p
         # A draft temperature of zero is the greedy branch.
         temperatures = draft_temperatures if proposal in SAMPLED else [0.0]
         warm = [temperature for temperature in temperatures if temperature]
@@ -257,7 +256,7 @@ def trajectory_acceptance(
             log_q[0.0] = agreeing_log_q(drafter, hidden, tokens, valid)
     rows = []
     for temperature in category_temperatures:
-        prior = log_category_prior(out.prior_logits[:n], temperature)
+        prior = log_category_prior(out.prior_logits, temperature)
         rows += [soft_acceptance(log_q[draft], prior, log_p) * valid for draft in temperatures]
     accept = torch.stack(rows).cpu()
     _check_acceptance(accept)
@@ -300,10 +299,10 @@ def tree_acceptance(
     sizes = torch.tensor(list(nodes), device=drafter.device)
     inside, drafted = [], []
     for tree in trees:
-        places = tree.follow(batch.tokens.masked_fill(~batch.valid, -1))[:n]
+        places = tree.follow(batch.tokens.masked_fill(~batch.valid, -1))
         places = places.masked_fill(places == tree.nodes, max(nodes))
         inside.append(places < sizes.view(-1, 1, 1))
-        drafted.append(torch.minimum(tree.valid[:n].sum(1), sizes.unsqueeze(1)).double().mean(1))
+        drafted.append(torch.minimum(tree.valid.sum(1), sizes.unsqueeze(1)).double().mean(1))
     return torch.stack(inside).float().cpu(), torch.stack(drafted).cpu()
 
 

@@ -73,8 +73,8 @@ def drafter_health(
         batch = pack_first(trajectory, n, drafter.config.block_length).to(device)
         with drafter.in_precision(precision):
             out = batch.run(drafter)
-            branches.append(drafter.greedy_tokens(out.branch_hidden)[:n].cpu())
-        priors.append(out.log_prior()[:n].cpu())
+            branches.append(drafter.greedy_tokens(out.branch_hidden).cpu())
+        priors.append(out.log_prior().cpu())
     if not branches:
         raise DBlastError("no trajectories to look at")
     return branch_health(torch.cat(branches), torch.cat(priors))

@@ -105,7 +105,7 @@ def trajectory_continuations(
         width = config.draft_vocab_size or config.vocab_size
         rows = max(1, TREE_LOGITS // (out.branch_hidden[0, ..., 0].numel() * width))
         prior = out.log_prior(category_temperature)
-        for parts in zip(*(x[:n].split(rows) for x in (out.branch_hidden, prior, columns, batch.valid)), strict=True):
+        for parts in zip(*(x.split(rows) for x in (out.branch_hidden, prior, columns, batch.valid)), strict=True):
             hidden, log_prior, column, valid = parts
             ranks = prefix_ranks(drafter.logits(hidden).log_softmax(-1), log_prior, column.masked_fill(~valid, -1))
             for name, count in continuations(ranks, valid).items():

@@ -142,7 +142,7 @@ def _split_sums(
         prior = log_category_prior(out.prior_logits, category_temperature)
         branches, candidates = branches_and_candidates(drafter, out.branch_hidden, prior, k)
     split = rejection_split(branches, prior, candidates, batch.tokens, batch.log_p)
-    return anchors, {name: value[:anchors].cpu().double().sum(0) for name, value in split.items()}
+    return anchors, {name: value.cpu().double().sum(0) for name, value in split.items()}
 
 
 def score_rejections(
